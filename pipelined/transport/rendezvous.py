@@ -1,0 +1,78 @@
+"""How peers find each other's addresses before any link stands."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Protocol
+
+from pipelined.clock import Clock
+from pipelined.errors import HandshakeError
+
+__all__ = ["FileRendezvous", "MemoryRendezvous", "Rendezvous"]
+
+_POLL_S = 0.01
+
+
+class Rendezvous(Protocol):
+    """A small key-value board that all peers of a pipeline see."""
+
+    def publish(self, key: str, value: str) -> None:
+        """Write once; visible to everybody afterwards."""
+        ...
+
+    def get(self, key: str) -> str | None:
+        """What was published under `key`, or None so far."""
+        ...
+
+
+class MemoryRendezvous:
+    """For peers in one process. `objects` is where an in-process transport keeps what it shares."""
+
+    def __init__(self) -> None:
+        self._board: dict[str, str] = {}
+        self.objects: dict[str, object] = {}
+
+    def publish(self, key: str, value: str) -> None:
+        """Write once."""
+        self._board[key] = value
+
+    def get(self, key: str) -> str | None:
+        """What was published, or None."""
+        return self._board.get(key)
+
+
+class FileRendezvous:
+    """For peers on one host: a directory only its owner can enter, a file a key, written atomically."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def publish(self, key: str, value: str) -> None:
+        """Write once."""
+        path = self.directory / key.replace("/", "_")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(value)
+        temporary.rename(path)
+
+    def get(self, key: str) -> str | None:
+        """What was published, or None."""
+        try:
+            return (self.directory / key.replace("/", "_")).read_text()
+        except FileNotFoundError:
+            return None
+
+
+async def lookup(rendezvous: Rendezvous, key: str, *, clock: Clock, timeout_s: float, who: str) -> str:
+    """Wait until `key` is published.
+
+    Raises:
+        HandshakeError: It was not within `timeout_s`; names `who`.
+    """
+    deadline = clock.now() + timeout_s
+    while (value := rendezvous.get(key)) is None:
+        if clock.now() >= deadline:
+            raise HandshakeError(f"{who} did not appear within {timeout_s:g} s")
+        await clock.sleep(_POLL_S)
+    return value

@@ -1,0 +1,1 @@
+"""The shelf of transports: one file each."""
