@@ -57,7 +57,7 @@ class Transfer(Generic[T]):
             TransportError: It failed.
         """
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # else it would grow with each waiter
         if self._result is _PENDING:
             raise RuntimeError(f"{self!r} is not done")
         return cast("T", self._result)
@@ -103,7 +103,16 @@ class Transfer(Generic[T]):
         self._keep = self._withdraw = None
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
+            self._call(callback)
+
+    def _call(self, callback: Callable[[Transfer[T]], None]) -> None:
+        """What a callback raises is its owner's fault: it is reported, and stops neither the others nor the link."""
+        try:
             callback(self)
+        except Exception as error:  # noqa: BLE001
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": f"a callback of {self!r} failed", "exception": error}
+            )
 
     def __await__(self) -> Generator[object, None, T]:
         if not self.done():

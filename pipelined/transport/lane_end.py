@@ -1,0 +1,128 @@
+"""What an end of a lane of either kind has: a name, credits, one waiter, and the way it ended."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from pipelined.errors import BusyError, ClosedError, EndOfLane, PeerLost, TransportError, WouldBlock
+
+if TYPE_CHECKING:
+    from pipelined.messages import Peer
+    from pipelined.transport.base import Lane
+
+__all__ = ["LaneEnd"]
+
+
+class LaneEnd:
+    """State common to message and tensor lanes. Everything runs on the owner's loop.
+
+    An end is open, then over for one of three reasons: closed here, ended by the peer (what arrived may still be
+    received), or lost. Closing here has two steps, so that what was posted can leave first.
+    """
+
+    def __init__(self, me: Peer, peer: Peer, lane: Lane, epoch: int, window: int) -> None:
+        self.me = me
+        self.peer = peer
+        self.lane = lane
+        self.epoch = epoch
+        self.window = window
+        self._credits = window
+        self._over: TransportError | None = None  # why nothing can be posted any more
+        self._ended = False  # the peer ended cleanly: what arrived may still be received
+        self._flushing = False  # closed here, but what was posted before still leaves
+        self._writer: asyncio.Future[None] | None = None
+
+    def __repr__(self) -> str:
+        state = type(self._over).__name__ if self._over else "open"
+        return f"<{type(self).__name__} {self.me}->{self.peer} {self.lane.name} {state}>"
+
+    def credits(self) -> int:
+        """How many may be posted now."""
+        return 0 if self._over else self._credits
+
+    def grant(self, count: int = 1) -> None:
+        """For transports: the peer has consumed or released that many."""
+        self._credits = min(self.window, self._credits + count)
+        self._wake_writer()
+
+    # ---- ends, for transports ----
+
+    def begin_close(self) -> None:
+        """This side is closing: own waits fail, nothing more can be posted, what was posted still leaves."""
+        if self._over is None:
+            self._flushing = True
+        if not isinstance(self._over, ClosedError):
+            self._over = self._closed_error()
+            self._ended = False
+            self._stop_receiving(self._over)
+            self._wake_writer()
+
+    def close_local(self) -> None:
+        """This side closed: whatever is still pending fails."""
+        self._flushing = self._ended = False
+        self._over = self._over if isinstance(self._over, ClosedError) else self._closed_error()
+        self._drop(self._over)
+
+    def end(self) -> None:
+        """The peer closed cleanly and all it sent has been handed to `arrive`."""
+        if self._over is None:
+            self._over, self._ended = EndOfLane(f"{self.peer} closed {self.lane.name}"), True
+            self._stop_sending(self._over)
+            self._drained()
+            self._wake_writer()
+        elif self._flushing:
+            self._flushing = False
+            self._stop_sending(EndOfLane(f"{self.peer} closed {self.lane.name}"))
+
+    def lose(self, why: str) -> None:
+        """The peer is gone. Means nothing after a clean end, and little after closing here."""
+        error = PeerLost(f"{self.me} lost {self.peer} ({self.lane.name}): {why}")
+        if self._over is None:
+            self._over = error
+            self._drop(error)
+        elif self._flushing:
+            self._flushing = False
+            self._stop_sending(error)
+
+    def _closed_error(self) -> ClosedError:
+        return ClosedError(f"{self.me} closed its end of {self.lane.name} with {self.peer}")
+
+    def _drop(self, error: TransportError) -> None:
+        self._stop_sending(error)
+        self._stop_receiving(error)
+        self._wake_writer()
+
+    def _stop_sending(self, error: TransportError) -> None:
+        """Sends that have not left fail with `error`."""
+
+    def _stop_receiving(self, error: TransportError) -> None:
+        """Receives fail with `error`, what arrived is released."""
+
+    def _drained(self) -> None:
+        """After a clean end: what waits for more gets EndOfLane once nothing is left."""
+
+    # ---- credits ----
+
+    async def _wait_credit(self) -> None:
+        while self._over is None and self._credits <= 0:
+            if self._writer is not None:
+                raise BusyError(f"another task already waits for a credit on {self!r}")
+            self._writer = asyncio.get_running_loop().create_future()
+            try:
+                await self._writer
+            finally:
+                self._writer = None
+        if self._over:
+            raise self._over.with_traceback(None)
+
+    def _wake_writer(self) -> None:
+        if self._writer is not None and not self._writer.done():
+            self._writer.set_result(None)
+
+    def _spend(self) -> None:
+        if self._over:
+            raise self._over.with_traceback(None)
+        if self._credits <= 0:
+            raise WouldBlock(f"{self.window} already in flight on {self!r}; await ready()")
+        self._credits -= 1
