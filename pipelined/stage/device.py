@@ -60,12 +60,21 @@ class Device(Protocol):
         """Where tensors of this device live."""
         ...
 
-    def launch(self, work: Callable[[], Any], *, after: Sequence[Event] = (), cost: Any = None) -> Launch:
+    def launch(
+        self,
+        work: Callable[[], Any],
+        *,
+        after: Sequence[Event] = (),
+        reads: Sequence[torch.Tensor] = (),
+        cost: Any = None,
+    ) -> Launch:
         """Queue `work`, to run once everything launched before it and all of `after` has completed. Returns at once.
 
         Args:
             work: Called off the loop (CPU), or on it if it only enqueues kernels (CUDA) or is emulated.
             after: Events that must have fired before the work may read its inputs.
+            reads: The tensors that the work reads and that must stay as they are until the event (received buffers).
+                The stream device checks that they do; others ignore it.
             cost: What an emulated device's time model is asked; ignored by others.
         """
         ...
