@@ -165,6 +165,10 @@ class Stage:
         """At the last stage: turn outputs, on the host and complete, into what the planner must know."""
         return ()
 
+    def describe(self, batch: Any) -> str:
+        """A few words for traces: what this batch is."""
+        return ""
+
     def cost(self, batch: Any) -> Any:
         """What an emulated device's time model is asked for this batch; see `EmulatedDevice`."""
         return batch

@@ -123,8 +123,8 @@ class DeviceLaunch:
         try:
             self._value = work()
         except BaseException as error:  # noqa: BLE001 - the boundary between a device and a stage's own code
-            del work  # the traceback refers to this frame
             self.keep_error(error)
+            del work, self  # the traceback refers to this frame: a cycle would keep tensors until the next gc
 
     def keep_value(self, value: Any) -> None:
         """Set or replace the outputs. Tells nobody."""
@@ -132,7 +132,7 @@ class DeviceLaunch:
 
     def keep_error(self, error: BaseException) -> None:
         """Set the error. Tells nobody."""
-        # Without its first frame (`run`), and without locals: they would keep tensors alive until the next gc.
+        # Without its first frame (`run`), and without locals, which may be large.
         trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
         traceback.clear_frames(trace)
         self._error = error.with_traceback(trace)
