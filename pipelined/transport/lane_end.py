@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pipelined.errors import BusyError, ClosedError, EndOfLane, PeerLost, TransportError, WouldBlock
 
@@ -21,6 +21,8 @@ class LaneEnd:
     received), or lost. Closing here has two steps, so that what was posted can leave first.
     """
 
+    kind: ClassVar = "link"
+
     def __init__(self, me: Peer, peer: Peer, lane: Lane, epoch: int, window: int) -> None:
         self.me = me
         self.peer = peer
@@ -32,10 +34,11 @@ class LaneEnd:
         self._ended = False  # the peer ended cleanly: what arrived may still be received
         self._flushing = False  # closed here, but what was posted before still leaves
         self._writer: asyncio.Future[None] | None = None
+        self._flusher: asyncio.Future[None] | None = None
 
     def __repr__(self) -> str:
         state = type(self._over).__name__ if self._over else "open"
-        return f"<{type(self).__name__} {self.me}->{self.peer} {self.lane.name} {state}>"
+        return f"<{self.kind} {self.me}->{self.peer} {self.lane.name} {state}>"
 
     def credits(self) -> int:
         """How many may be posted now."""
@@ -45,6 +48,28 @@ class LaneEnd:
         """For transports: the peer has consumed or released that many."""
         self._credits = min(self.window, self._credits + count)
         self._wake_writer()
+
+    @property
+    def alive(self) -> bool:
+        """For transports: whether what was posted may still leave."""
+        return self._over is None or self._flushing
+
+    def flushed(self) -> bool:
+        """Whether everything posted has been transmitted."""
+        return True
+
+    async def wait_flushed(self) -> None:
+        """For endpoints: wait until `flushed()`, or until nothing can leave any more. One waiter."""
+        while not self.flushed() and self.alive:
+            self._flusher = asyncio.get_running_loop().create_future()
+            try:
+                await self._flusher
+            finally:
+                self._flusher = None
+
+    def _wake_flusher(self) -> None:
+        if self._flusher is not None and not self._flusher.done():
+            self._flusher.set_result(None)
 
     # ---- ends, for transports ----
 
@@ -74,6 +99,7 @@ class LaneEnd:
         elif self._flushing:
             self._flushing = False
             self._stop_sending(EndOfLane(f"{self.peer} closed {self.lane.name}"))
+            self._wake_flusher()
 
     def lose(self, why: str) -> None:
         """The peer is gone. Means nothing after a clean end, and little after closing here."""
@@ -84,6 +110,7 @@ class LaneEnd:
         elif self._flushing:
             self._flushing = False
             self._stop_sending(error)
+            self._wake_flusher()
 
     def _closed_error(self) -> ClosedError:
         return ClosedError(f"{self.me} closed its end of {self.lane.name} with {self.peer}")

@@ -20,6 +20,8 @@ __all__ = ["MessageLane"]
 class MessageLane(LaneEnd, abc.ABC):
     """A `MessageLink`. The transport implements `transmit` and `consumed`, and calls `arrive` and `grant`."""
 
+    kind = "messages"
+
     def __init__(self, me: Peer, peer: Peer, lane: Lane, epoch: int, window: int, max_bytes: int) -> None:
         super().__init__(me, peer, lane, epoch, window)
         self.max_bytes = max_bytes
@@ -33,10 +35,6 @@ class MessageLane(LaneEnd, abc.ABC):
     @abc.abstractmethod
     def consumed(self) -> None:
         """A frame was received by the owner: tell the peer that it has a credit more."""
-
-    def flushed(self) -> bool:
-        """Whether every frame has left; a transport that queues frames of its own overrides it."""
-        return True
 
     def send_nowait(self, frame: bytes) -> None:
         """See `MessageLink`."""

@@ -57,6 +57,8 @@ class _Outgoing:
 class TensorLane(LaneEnd, abc.ABC):
     """A `TensorLink`. The transport implements `transmit`, and calls `arrive` and `grant`."""
 
+    kind = "tensors"
+
     def __init__(self, me: Peer, peer: Peer, lane: Lane, epoch: int, window: int) -> None:
         super().__init__(me, peer, lane, epoch, window)
         self._outgoing: deque[_Outgoing] = deque()
@@ -132,6 +134,8 @@ class TensorLane(LaneEnd, abc.ABC):
                 self._leaving = None
                 head.transfer.finish(None)
                 self._pump()
+                if self.flushed():
+                    self._wake_flusher()
 
         if self._leaving is head:  # else the lane ended while the tensor was made contiguous
             self.transmit(head.header, tensor, sent)
