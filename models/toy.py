@@ -309,8 +309,9 @@ class ToyStage(Stage):
             np.cumsum(weights[segment.start :, None] * stored[part], axis=0, out=sums[part])
             sums[part] += _weighted(kv, segment, weights)
             row += segment.length
-        layer = self._first + index
-        return (hidden * hidden + gain * (sums % MODULUS) + mix * np.roll(hidden, 1, axis=1) + layer) % MODULUS
+        sums %= MODULUS
+        hidden = hidden * hidden + gain * sums + mix * np.roll(hidden, 1, axis=1) + self._first + index
+        return hidden % MODULUS
 
     def _tokens(self, batch: ToyBatch, hidden: IntArray) -> IntArray:
         ends = np.cumsum([segment.length for segment in batch.batch.segments]) - 1
