@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging
 
 from pipelined.errors import ModelError
@@ -25,7 +27,7 @@ from .support import supported, text_config
 if TYPE_CHECKING:
     from .paged_kv import PagedCache
 
-__all__ = ["Sliced", "legal_cuts", "load_slice", "supported"]
+__all__ = ["Sliced", "causal_class", "legal_cuts", "load_slice", "supported"]
 
 
 @dataclass
@@ -93,12 +95,12 @@ class Sliced:
         self.layers = layers
         self.cache = cache
         self._port = port
-        self._trunk = _trunk(model)
-        self._count = len(_layer_list(self._trunk, model.config)[1])
+        self._trunk, modules = _anatomy(model)
+        self._count = len(modules)
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         if self.is_last:
             self._trunk.register_forward_hook(self._keep_normed)
-        for layer in _layer_list(self._trunk, model.config)[1][layers[0] : layers[1]]:
+        for layer in modules[layers[0] : layers[1]]:
             for module in layer.modules():
                 setattr(module, CACHE_ATTRIBUTE, cache)
 
@@ -239,6 +241,8 @@ def load_slice(
     logging.disable_progress_bar()
     try:
         model, loaded = cut.from_pretrained(path, **options)
+    except ModelError:
+        raise
     except (OSError, RuntimeError, ValueError) as error:
         raise ModelError(f"cannot load {model_class.__name__} from {path or 'random weights'}: {error}") from error
     finally:
@@ -271,8 +275,7 @@ def _subclass(model_class: type[Any], layers: tuple[int, int], port: _Port) -> t
 
 def _cut(model: Any, layers: tuple[int, int], port: _Port) -> None:
     first, end = layers
-    trunk = _trunk(model)
-    _, modules = _layer_list(trunk, model.config)
+    _, modules = _anatomy(model)
     for index in [*range(first), *range(end, len(modules))]:
         role = "inject" if index == first - 1 else "capture" if index == end else "through"
         modules[index] = _Through(modules[index], port, role)
@@ -287,22 +290,22 @@ def _cut(model: Any, layers: tuple[int, int], port: _Port) -> None:
             model.set_input_embeddings(_NoEmbedding(port))
 
 
-def _trunk(model: Any) -> Any:
-    trunk = getattr(model, model.base_model_prefix, None)
-    if not isinstance(trunk, nn.Module):
-        raise ModelError(f"{type(model).__name__} has no {model.base_model_prefix!r} to cut; it cannot be sliced")
-    return trunk
+def _anatomy(model: Any) -> tuple[Any, nn.ModuleList]:
+    """The part of the model below its output head, and the list of layers in it.
 
-
-def _layer_list(trunk: Any, config: Any) -> tuple[str, nn.ModuleList]:
-    count = text_config(config).num_hidden_layers
+    Raises:
+        ModelError: There is not exactly one list of as many modules as there are layers.
+    """
+    count = text_config(model.config).num_hidden_layers
     found = [
-        (name, child)
-        for name, child in trunk.named_children()
-        if isinstance(child, nn.ModuleList) and len(child) == count
+        (trunk, part)
+        for trunk in model.children()
+        for part in trunk.modules()
+        if isinstance(part, nn.ModuleList) and len(part) == count
     ]
     if len(found) != 1:
-        raise ModelError(f"{type(trunk).__name__} has {len(found)} lists of {count} layers, expected one; cannot slice")
+        name = type(model).__name__
+        raise ModelError(f"{name} has {len(found)} lists of {count} layers, expected one: it cannot be sliced")
     return found[0]
 
 
@@ -328,3 +331,20 @@ def _dummy(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     if len(shape) == 1 and "norm" in name:
         return torch.ones(shape, dtype=dtype)
     return torch.empty(shape).normal_(0.0, 0.02, generator=generator).to(dtype)
+
+
+def causal_class(config: Any, path: str, *, trust_remote_code: bool = False) -> type[Any]:
+    """The `...ForCausalLM` class of a configuration.
+
+    Raises:
+        ModelError: transformers has none for it, and remote code is absent or not trusted.
+    """
+    remote = getattr(config, "auto_map", {}).get("AutoModelForCausalLM") if hasattr(config, "auto_map") else None
+    if remote and trust_remote_code:
+        found: type[Any] = get_class_from_dynamic_module(remote, path)
+        return found
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        hint = "; its code comes with the model: pass --trust-remote-code to run it" if remote else ""
+        raise ModelError(f"{config.model_type} is not a causal language model that transformers knows{hint}")
+    found = AutoModelForCausalLM._model_mapping[type(config)]
+    return found

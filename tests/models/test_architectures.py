@@ -94,7 +94,9 @@ ARCHITECTURES = [
         label="Llama 3 rope",
     ),
     Architecture("Qwen2", {"tie_word_embeddings": True}),
-    Architecture("Qwen2", {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 8}, label="Qwen2 window"),
+    Architecture(
+        "Qwen2", {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 8}, label="Qwen2 window"
+    ),
     Architecture("Qwen3", {"tie_word_embeddings": True}),
     Architecture("Qwen3Moe", MOE),
     Architecture("Qwen2Moe", MOE | {"shared_expert_intermediate_size": 48, "decoder_sparse_step": 2}),
@@ -124,7 +126,6 @@ ARCHITECTURES = [
     Architecture("StableLm"),
     Architecture("GPTNeoX"),
     Architecture("GPT2", {"n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": 256}),
-    Architecture("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
     Architecture("GPTJ", {"n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": 256, "rotary_dim": 8}),
     Architecture(
         "Llama4",
@@ -153,14 +154,20 @@ ARCHITECTURES = [
     Architecture("Bitnet", config="BitNetConfig", label="BitNet"),
     Architecture("Apertus"),
     Architecture("Glm4MoeLite", MOE | MLA),
-    Architecture("LongcatFlash", MOE | MLA),
     Architecture("Minicpm3", MLA, config="MiniCPM3Config"),
     Architecture("Persimmon"),
     Architecture("Jais2"),
     Architecture("VaultGemma", ALTERNATE),
     Architecture("CodeGen", {"n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": 256, "rotary_dim": 8}),
 ]
-CLASSES = {"Seed": "SeedOssForCausalLM", "PhiMoE": "PhimoeForCausalLM", "Bitnet": "BitNetForCausalLM", "Minicpm3": "MiniCPM3ForCausalLM", "Cohere2": "Cohere2ForCausalLM", "GPT2": "GPT2LMHeadModel"}
+CLASSES = {
+    "Seed": "SeedOssForCausalLM",
+    "PhiMoE": "PhimoeForCausalLM",
+    "Bitnet": "BitNetForCausalLM",
+    "Minicpm3": "MiniCPM3ForCausalLM",
+    "Cohere2": "Cohere2ForCausalLM",
+    "GPT2": "GPT2LMHeadModel",
+}
 
 
 def model_class(architecture: Architecture) -> Any:
@@ -184,9 +191,7 @@ def load(architecture: Architecture, config: Any, path: Path, cuts: tuple[int, .
     for layers in itertools.pairwise((0, *cuts, LAYERS)):
         cache = PagedCache()
         cache.pool = KvPool(64 * PAGE)
-        slices.append(
-            load_slice(model_class(architecture), config, layers, cache, path=str(path), dtype=torch.float32)
-        )
+        slices.append(load_slice(model_class(architecture), config, layers, cache, path=str(path), dtype=torch.float32))
     return slices
 
 
