@@ -1,1 +1,8 @@
-"""To be written."""
+"""Pipelines of one's own, and the driver and worlds that every pipeline runs in."""
+
+from pipelined.pipeline.custom import Pipeline
+from pipelined.pipeline.driver import Driver
+from pipelined.pipeline.fifo import FifoPlanner
+from pipelined.pipeline.worlds import ProcessWorld, TaskWorld, World
+
+__all__ = ["Driver", "FifoPlanner", "Pipeline", "ProcessWorld", "TaskWorld", "World"]

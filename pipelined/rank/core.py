@@ -1,0 +1,91 @@
+"""What the coroutines of a rank share: services, and counts of what was done."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipelined.errors import PipelinedError
+from pipelined.messages import ErrorInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pipelined.clock import Clock
+    from pipelined.messages import Step
+    from pipelined.rank.config import RankConfig
+    from pipelined.rank.deadlines import Deadlines
+    from pipelined.rank.links import Links
+    from pipelined.stage import Device, Stage
+    from pipelined.trace import Tracer
+    from pipelined.transport import Topology
+
+__all__ = ["Core", "Counts", "RankContext"]
+
+
+@dataclass
+class Counts:
+    """What a rank has done in this epoch.
+
+    Attributes:
+        steps_applied: Steps prepared, and `digest` a checksum over them in order: equal on all ranks.
+        steps_done: Steps with rows that have left the rank.
+        busy_s: Time the device was computing.
+        sent_bytes: Tensor bytes sent on.
+    """
+
+    steps_applied: int = 0
+    digest: int = 0
+    steps_done: int = 0
+    steps_void: int = 0
+    busy_s: float = 0.0
+    sent_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Core:
+    """The services that a rank's coroutines share, for one epoch."""
+
+    config: RankConfig
+    epoch: int
+    stage: Stage
+    device: Device
+    clock: Clock
+    links: Links
+    tracer: Tracer
+    deadlines: Deadlines
+    counts: Counts = field(default_factory=Counts)
+
+    def error_at(self, error: BaseException, step: Step) -> ErrorInfo:
+        """An exception of this stage's code, with its place and traceback."""
+        text = "".join(traceback.format_exception(error))
+        ours = isinstance(error, PipelinedError)
+        return ErrorInfo(
+            kind=type(error).__name__ if ours else "StageError",
+            message=str(error) if ours else f"{type(error).__name__}: {error}",
+            rank=self.config.rank,
+            stage=self.stage.name,
+            step=step.number,
+            traceback=text,
+        )
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """See `StageContext`."""
+
+    rank: int
+    size: int
+    topology: Topology
+    torch_device: torch.device
+    links: Links | None = None
+    process_group: Any = None
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """See `StageContext`."""
+        if self.links is None or self.links.downstream is None:
+            return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
+        return self.links.downstream.lease(tuple(shape), dtype)

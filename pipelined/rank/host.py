@@ -1,0 +1,91 @@
+"""Runs one rank from its description, in whatever process or task this is called in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipelined.clock import Clock, MonotonicClock
+from pipelined.errors import TransportError
+from pipelined.rank.actor import Rank
+from pipelined.rank.core import RankContext
+from pipelined.rank.description import family, make_planner
+from pipelined.rank.links import open_links
+from pipelined.stage import make_device
+from pipelined.trace import Tracer
+from pipelined.transport import FileRendezvous, Rendezvous, Topology
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pipelined.rank.description import RankDescription
+    from pipelined.rank.planner import Planner
+    from pipelined.stage import Device, Stage
+
+__all__ = ["root_cause", "run_rank"]
+
+
+async def run_rank(
+    description: RankDescription,
+    *,
+    stage: Stage | None = None,
+    planner: Planner | None = None,
+    rendezvous: Rendezvous | None = None,
+    clock: Clock | None = None,
+    device: Callable[[Clock], Device] | None = None,
+) -> None:
+    """Open the links, run the rank until it is told to stop, tear down.
+
+    Args:
+        description: What to run.
+        stage: Used instead of what the description names; so are the others.
+        planner: For rank 0.
+        rendezvous: Where peers find each other.
+        clock: Real time unless given.
+        device: Makes the device, given the clock.
+
+    Raises:
+        PipelinedError: The rank failed.
+    """
+    config = description.config
+    clock = clock or MonotonicClock()
+    made = device(clock) if device else _device(description, clock)
+    if stage is None:
+        assert description.part is not None, "a description without a model part needs a stage"
+        context = RankContext(config.rank, config.size, Topology(pp=config.size), made.torch_device, links=None)
+        part = description.part
+        stage = family(part.info.family).build(part.info, part.layers, context)
+    if planner is None and description.planner is not None:
+        planner = make_planner(description.planner)
+    rank = Rank(config, stage, made, clock, planner, Tracer(description.trace_spans))
+    try:
+        async with open_links(
+            config,
+            description.links,
+            epoch=description.epoch,
+            rendezvous=rendezvous or FileRendezvous(description.rendezvous),
+            clock=clock,
+            secret=description.secret,
+        ) as links:
+            await rank.run(links, description.epoch)
+    finally:
+        await rank.aclose()
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The most telling leaf of an exception group: a lost link is rarely the cause of anything but more lost links."""
+    leaves: list[BaseException] = []
+
+    def walk(node: BaseException) -> None:
+        if isinstance(node, BaseExceptionGroup):
+            for child in node.exceptions:
+                walk(child)
+        else:
+            leaves.append(node)
+
+    walk(error)
+    return min(leaves, key=lambda leaf: isinstance(leaf, TransportError))
+
+
+def _device(description: RankDescription, clock: Clock) -> Device:
+    """An emulated device takes a stage's `cost` for its time in seconds."""
+    return make_device(description.device, clock, threads=description.threads, time_of=float)
