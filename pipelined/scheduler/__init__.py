@@ -1,1 +1,6 @@
-"""To be written."""
+"""The scheduler of LLM pipelines: pure, plain and synchronous."""
+
+from pipelined.scheduler.config import SchedulerConfig
+from pipelined.scheduler.scheduler import Scheduler
+
+__all__ = ["Scheduler", "SchedulerConfig"]

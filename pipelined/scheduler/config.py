@@ -1,0 +1,51 @@
+"""What a scheduler is told before it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipelined.errors import ConfigError
+
+__all__ = ["SchedulerConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Settings of the LLM scheduler. Wrong ones raise ConfigError, which says what would be right.
+
+    Attributes:
+        context_length: Longest prompt plus output, in tokens.
+        vocab_size: Token ids are 0 to `vocab_size - 1`.
+        pp_size: Stages of the pipeline: over so many micro-batches in flight are decodes spread.
+        page_size: Tokens of a KV page.
+        chunk_policy: Name of the chunk policy.
+        chunked_prefill_size: Most prompt tokens of a micro-batch, a multiple of `page_size`.
+        max_running_requests: Most sequences that hold pages at a time; others wait.
+        radix_cache: Serve prompts' prefixes from pages computed before.
+    """
+
+    context_length: int
+    vocab_size: int
+    pp_size: int = 1
+    page_size: int = 64
+    chunk_policy: str = "fixed"
+    chunked_prefill_size: int = 1024
+    max_running_requests: int = 64
+    radix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("context_length", "vocab_size", "pp_size", "page_size", "max_running_requests"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"{name}={value} is out of range; expected 1 or more")
+        if self.context_length < 2:
+            raise ConfigError("context_length=1 leaves no room for a token of output; expected 2 or more")
+        size, page = self.chunked_prefill_size, self.page_size
+        if size < 1:
+            raise ConfigError(f"chunked_prefill_size={size} is out of range; expected a multiple of page_size={page}")
+        if size % page:
+            near = max(page, size // page * page)
+            raise ConfigError(
+                f"chunked_prefill_size={size} is not a multiple of page_size={page}; "
+                f"take {near} or {near + page}, or another page size"
+            )
