@@ -2,5 +2,17 @@
 
 from pipelined.stage.base import LoadOptions, ModelFamily, ModelInfo, Payload, Stage, StageContext
 from pipelined.stage.device import Device, Launch
+from pipelined.stage.factory import DEVICES, make_device
 
-__all__ = ["Device", "Launch", "LoadOptions", "ModelFamily", "ModelInfo", "Payload", "Stage", "StageContext"]
+__all__ = [
+    "DEVICES",
+    "Device",
+    "Launch",
+    "LoadOptions",
+    "ModelFamily",
+    "ModelInfo",
+    "Payload",
+    "Stage",
+    "StageContext",
+    "make_device",
+]

@@ -95,6 +95,11 @@ class DeviceLaunch:
         """Whether `outputs()` may be called."""
         return self._value is not _UNKNOWN or self._error is not None
 
+    @property
+    def error(self) -> BaseException | None:
+        """What the work raised, if it is known to have raised."""
+        return self._error
+
     def when_known(self, callback: Callable[[DeviceLaunch], None]) -> None:
         """See `Launch`."""
         if self.known():

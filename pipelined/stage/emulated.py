@@ -55,10 +55,14 @@ class EmulatedDevice(SerialDevice):
         launch.ended_s = self._free_s = launch.started_s + launch.cost_s
         self._running.append(launch)
         if not self._defer:
-            launch.run()
+            self._run(launch)
             launch.tell_known()
         if len(self._running) == 1 and not self._advancing:
-            self._advance()
+            self._first(launch)
+
+    def _first(self, launch: DeviceLaunch) -> None:
+        """It is the only one running: whatever takes no time completes within `launch`."""
+        self._advance()
 
     def _advance(self) -> None:
         """Complete what has ended; set the alarm for the next."""
@@ -66,13 +70,21 @@ class EmulatedDevice(SerialDevice):
         try:
             while self._running and self._running[0].ended_s <= self.clock.now():
                 launch = self._running.popleft()
-                if self._defer:
-                    launch.run()
+                self._end(launch)
                 self._complete(launch)
         finally:
             self._advancing = False
             if self._running:
                 self._alarm.set(self._running[0].ended_s)
+
+    def _run(self, launch: DeviceLaunch) -> None:
+        """The device gets to it."""
+        launch.run()
+
+    def _end(self, launch: DeviceLaunch) -> None:
+        """The device is through with it; consumers are told next."""
+        if self._defer:
+            launch.run()
 
     async def _stop(self) -> None:
         self._alarm.close()
