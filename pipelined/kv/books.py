@@ -78,14 +78,21 @@ class PageBooks:
             self._allocator.drop(evicted)
         return self._allocator.take(count, after)
 
-    def keep(self, tokens: bytes | bytearray, computed: int, pages: Sequence[int], lock: Node | None) -> Node | None:
+    def keep(
+        self, tokens: bytes | bytearray, computed: int, pages: Sequence[int], lock: Node | None, *, leaving: bool
+    ) -> Node | None:
         """Make the first `computed` tokens' KV findable, whole pages of it.
+
+        Where another sequence was first with a part of the prefix, the tree keeps that one's pages, and these stay the
+        sequence's own. What lies behind is then taken only from a sequence that is `leaving`: to keep it findable, the
+        whole path must be locked, and one that goes on would hold pages that it doesn't use, perhaps for ever.
 
         Args:
             tokens: Packed ids, `computed` or more.
             computed: How many of them have their KV in `pages` for certain.
             pages: The sequence's page table.
             lock: What the sequence holds of the tree.
+            leaving: It will `release` what it holds as soon as it can.
 
         Returns:
             What it holds from now on.
@@ -93,11 +100,11 @@ class PageBooks:
         whole = computed // self.page_size
         if self._tree is None or not whole:
             return lock
-        node, known = self._tree.insert(tokens, list(pages[:whole]))
-        if (
-            known == whole
-        ):  # others were first, or it was cached already; what the sequence has of its own stays its own
+        _, found = self._tree.match(tokens, whole)
+        known = len(found)
+        if known == whole or (not leaving and found != list(pages[:known])):
             return lock
+        node, _ = self._tree.insert(tokens, list(pages[:whole]))
         self._allocator.share(pages[known:whole])
         self._tree.lock(node)
         if lock is not None:

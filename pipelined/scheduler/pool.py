@@ -99,16 +99,12 @@ class Pool:
         """Its prefill is done: whole pages become findable, followers may come."""
         state.phase = Phase.DECODE
         self.decoding += 1
-        self.keep(state)
+        self._keep(state, leaving=False)
         self._free_followers(state)
-
-    def keep(self, state: RequestState) -> None:
-        """Make the pages known to be computed findable."""
-        state.lock = self.books.keep(state.tokens, state.computed, state.pages, state.lock)
 
     def preempt(self, state: RequestState) -> None:
         """It gives up its pages and waits to be computed again."""
-        self.keep(state)
+        self._keep(state, leaving=True)
         self._leave(state)
         state.preemptions += 1
         self.preemptions += 1
@@ -125,7 +121,7 @@ class Pool:
             self.following -= 1
         else:
             if keep:
-                self.keep(state)
+                self._keep(state, leaving=True)
             self._leave(state)
         state.phase = Phase.ENDED
         del self.requests[state.request.id]
@@ -147,6 +143,9 @@ class Pool:
         assert phases.count(Phase.PREFILL) + self.decoding == len(self.live), "live sequences were lost"
         assert all(self.live.get(leader.seq) is leader for leader in self._leaders.values()), "a leader has left"
         assert self.ready.keys() <= self.live.keys(), "an ended sequence is ready"
+
+    def _keep(self, state: RequestState, *, leaving: bool) -> None:
+        state.lock = self.books.keep(state.tokens, state.computed, state.pages, state.lock, leaving=leaving)
 
     def _leave(self, state: RequestState) -> None:
         """Out of everything that only admitted sequences are in."""
