@@ -87,5 +87,6 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def _device(description: RankDescription, clock: Clock) -> Device:
-    """An emulated device takes a stage's `cost` for its time in seconds."""
-    return make_device(description.device, clock, threads=description.threads, time_of=float)
+    # An emulated device takes a stage's `cost` for its time in seconds.
+    time_of = float if description.device == "emulated" else None
+    return make_device(description.device, clock, threads=description.threads, time_of=time_of)

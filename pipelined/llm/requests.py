@@ -1,0 +1,132 @@
+"""One request at the front: its continuations, their text, and what the user sees of them."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pipelined.llm.outputs import CompletionOutput, RequestOutput, logprobs_of, prompt_logprobs_of
+from pipelined.llm.text import TextStream
+from pipelined.messages import Request, pack_tokens, unpack_tokens
+
+if TYPE_CHECKING:
+    from pipelined import messages
+    from pipelined.errors import PipelinedError
+    from pipelined.llm.text import Tokenizer
+    from pipelined.messages import SamplingParams
+
+__all__ = ["LiveRequest", "with_seed"]
+
+
+def with_seed(params: SamplingParams) -> SamplingParams:
+    """The same, with a fresh seed if it had none."""
+    return params if params.seed is not None else msgspec.structs.replace(params, seed=secrets.randbits(63))
+
+
+class LiveRequest:
+    """Turns news from rank 0 into a `RequestOutput` that grows."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        token_ids: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        now_s: float,
+    ) -> None:
+        self.id = request_id
+        self.params = params
+        self.output = RequestOutput(request_id, prompt, token_ids, [CompletionOutput(i) for i in range(params.n)])
+        self.error: PipelinedError | None = None
+        self._tokenizer = tokenizer
+        self._submitted_s = now_s
+        self._streams = [TextStream(tokenizer, params.stop) for _ in range(params.n)]
+        self._changed = asyncio.Event()
+
+    def __repr__(self) -> str:
+        done = sum(choice.finished for choice in self.output.outputs)
+        return f"<LiveRequest {self.id} {done}/{self.params.n} finished>"
+
+    def sub_id(self, choice: int) -> str:
+        """The scheduler's name for one continuation."""
+        return f"{self.id}/{choice}"
+
+    def messages(self, eos: tuple[int, ...]) -> list[Request]:
+        """What rank 0 is asked: a sequence a continuation."""
+        tokens = pack_tokens(self.output.prompt_token_ids)
+        eos = () if self.params.ignore_eos else eos
+        return [Request(self.sub_id(i), tokens, self.params, choice=i, eos=eos) for i in range(self.params.n)]
+
+    def unfinished(self) -> list[str]:
+        """Sub-ids that rank 0 still works on."""
+        return [self.sub_id(choice.index) for choice in self.output.outputs if not choice.finished]
+
+    def hear(self, choice: int, news: messages.RequestOutput, now_s: float) -> bool:
+        """Take in news of one continuation.
+
+        Returns:
+            Whether a stop string has just ended it, so that rank 0 must be told.
+        """
+        output, metrics = self.output, self.output.metrics
+        mine, stream = output.outputs[choice], self._streams[choice]
+        if mine.finished:
+            return False
+        if news.prompt_logprobs:
+            so_far = output.prompt_logprobs or [None]
+            output.prompt_logprobs = so_far + prompt_logprobs_of(news.prompt_logprobs, self._tokenizer.token_text)[1:]
+        tokens = unpack_tokens(news.tokens)
+        if tokens and metrics.ttft_s is None:
+            metrics.ttft_s = now_s - self._submitted_s
+        if choice == 0:
+            metrics.cached_tokens = max(metrics.cached_tokens, news.cached_tokens)
+            metrics.chunks.extend(news.chunks[len(metrics.chunks) :])
+        metrics.preemptions = max(metrics.preemptions, news.preemptions)
+        for index, token in enumerate(tokens):
+            mine.token_ids.append(token)
+            if index < len(news.logprobs):
+                self._add_logprobs(mine, news.logprobs[index])
+            stream.push(token, check_stops=len(mine.token_ids) >= self.params.min_tokens)
+            if stream.stopped_by is not None:
+                self._finish(mine, "stop", stream.stopped_by, now_s)
+                return news.finish_reason is None
+        if news.error is not None:
+            self.fail(news.error.exception())
+        elif news.finish_reason is not None:
+            stream.finish()
+            reason = stream.stopped_by or (news.stop_token if news.stop_token in self.params.stop_token_ids else None)
+            self._finish(mine, "stop" if stream.stopped_by else news.finish_reason, reason, now_s)
+        mine.text = stream.text
+        self._changed.set()
+        return False
+
+    def _add_logprobs(self, mine: CompletionOutput, entry: tuple[messages.TokenLogprob, ...]) -> None:
+        mine.logprobs = (mine.logprobs or []) + logprobs_of([entry], self._tokenizer.token_text)
+        mine.cumulative_logprob = (mine.cumulative_logprob or 0.0) + entry[0].logprob
+
+    def _finish(self, mine: CompletionOutput, reason: str, stop_reason: int | str | None, now_s: float) -> None:
+        mine.text = self._streams[mine.index].text
+        mine.finish_reason, mine.stop_reason = reason, stop_reason
+        if all(choice.finished for choice in self.output.outputs):
+            self.output.finished = True
+            self.output.metrics.e2e_s = now_s - self._submitted_s
+        self._changed.set()
+
+    def fail(self, error: PipelinedError) -> None:
+        """It ends with an error."""
+        self.error = self.error or error
+        self._changed.set()
+
+    async def changed(self) -> None:
+        """Wait for news since the last call.
+
+        Raises:
+            PipelinedError: The request failed.
+        """
+        await self._changed.wait()
+        self._changed.clear()
+        if self.error is not None:
+            raise self.error
