@@ -1,0 +1,166 @@
+"""An endpoint over sockets: who is dialled when, and what a hello, a refusal and a broken link lead to.
+
+Each side dials the other, and the link that a peer dialled carries what that peer sends. Whoever gets a fitting hello
+from a peer that it has not dialled dials back. Knows no socket; the transports bring them.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING
+
+from pipelined.errors import HandshakeError
+from pipelined.transport.endpoint import BaseEndpoint
+
+from . import greeting
+from .wire import Messages, Tensors
+
+if TYPE_CHECKING:
+    from pipelined.messages import Peer
+    from pipelined.transport import Capabilities, EndpointSpec, Lane
+    from pipelined.transport.lanes import MessageLane, TensorLane
+
+    from .wire import Channel
+
+__all__ = ["SocketEndpoint"]
+
+_POLL_S = 0.01
+
+
+class SocketEndpoint(BaseEndpoint):
+    """What the endpoints of socket transports share.
+
+    Attributes:
+        scheme: Of the transport.
+        greeter: Makes and checks hellos.
+        channels: Peers that were dialled.
+    """
+
+    scheme: str
+
+    def __init__(self, spec: EndpointSpec, capabilities: Capabilities) -> None:
+        super().__init__(spec, capabilities)
+        self.greeter = greeting.Greeter(self.hello)
+        self.channels: dict[Peer, Channel] = {}
+        self._heard: dict[Peer, str] = {}  # hellos that came in the name of a peer and did not fit
+
+    @abc.abstractmethod
+    def _dial(self, peer: Peer, address: greeting.Address) -> Channel:
+        """Begin to connect and say hello there; a failure ends in `refused` or `broken`."""
+
+    @abc.abstractmethod
+    def _stop(self) -> None:
+        """Stop listening and free what is not a channel's."""
+
+    # ---- connecting ----
+
+    async def _connect(self, peer: Peer) -> None:
+        try:
+            while (channel := self.channels.get(peer)) is None:
+                self._raise_if_closed()
+                if (address := self._address(peer)) is not None:
+                    channel = self.channels[peer] = self._dial(peer, address)
+                    break
+                await self.spec.clock.sleep(_POLL_S)
+            while peer not in self._fates:
+                self._raise_if_closed()
+                if (error := self.refusals.pop(peer, None)) is not None:
+                    raise error
+                await self.news()
+        finally:
+            if peer not in self._fates and (channel := self.channels.pop(peer, None)) is not None:
+                channel.close()
+
+    def _address(self, peer: Peer) -> greeting.Address | None:
+        address = greeting.find(self.scheme, self.spec, peer)
+        if address is None or address.epoch < self.spec.epoch:
+            return None
+        if address.epoch > self.spec.epoch:
+            raise HandshakeError(f"{peer} has epoch {address.epoch}, {self.me} has epoch {self.spec.epoch}")
+        return address
+
+    def _absence(self, peer: Peer) -> str:
+        address = greeting.find(self.scheme, self.spec, peer)
+        if peer in self._heard:
+            return f"{peer} (a hello in its name was refused: {self._heard[peer]})"
+        if address is None:
+            return f"{peer} (never published an address)"
+        if address.epoch != self.spec.epoch:
+            return f"{peer} (which is still in epoch {address.epoch})"
+        return f"{peer} (published an address, but said no hello)"
+
+    def admit(self, encoded: bytes, challenge: bytes, window: int) -> Channel:
+        """A hello came in on a link that somebody dialled.
+
+        Raises:
+            HandshakeError: It does not fit; the text is fit for the other side, too.
+        """
+        hello = self.greeter.check(encoded, challenge)
+        peer = hello.me
+        try:
+            if window != self.spec.window:
+                raise HandshakeError(f"{peer} has window {window}, {self.me} has window {self.spec.window}")
+            channel = self.channels.get(peer)
+            if channel is None:
+                if (address := self._address(peer)) is None:
+                    raise HandshakeError(f"{peer} said hello to {self.me}, but published no address to be dialled at")
+                channel = self.channels[peer] = self._dial(peer, address)
+            if channel.gone:
+                raise HandshakeError(f"{self.me} has lost {peer} in this epoch; a new one has to begin")
+        except HandshakeError as error:
+            self._heard[peer] = str(error)
+            raise
+        self._attach(peer)
+        return channel
+
+    # ---- called by channels ----
+
+    def refused(self, channel: Channel, why: str) -> None:
+        """The peer did not like our hello."""
+        if channel.peer in self._fates:
+            self.broken(channel, why)
+        elif not channel.gone:
+            channel.close()
+            self.channels.pop(channel.peer, None)
+            self.refusals[channel.peer] = HandshakeError(why)
+            self._tell()
+
+    def broken(self, channel: Channel, why: str) -> None:
+        """The link is no more, or can't be trusted."""
+        if channel.gone:
+            return
+        if channel.peer not in self._fates:
+            self.refused(channel, f"{channel.peer} closed the link before it said hello to {self.me}: {why}")
+            return
+        channel.close()
+        self._peer_lost(channel.peer, why)
+        self._tell()
+
+    def ended(self, channel: Channel) -> None:
+        """The peer said bye and all that it sent is here."""
+        self._peer_ended(channel.peer)
+
+    def farewell(self) -> None:
+        """A peer has read our bye, or said its own."""
+        self._tell()
+
+    # ---- what the base asks for ----
+
+    def _make_messages(self, peer: Peer, lane: Lane) -> MessageLane:
+        return Messages(self.channels[peer], lane, self.spec)
+
+    def _make_tensors(self, peer: Peer, lane: Lane) -> TensorLane:
+        return Tensors(self.channels[peer], lane, self.spec)
+
+    def _say_bye(self, peer: Peer) -> None:
+        self.channels[peer].bye()
+
+    async def _flush_wire(self) -> None:
+        # A bye that was read is the one sure sign that what was sent before it has left this process.
+        while any(not channel.bye_read and not channel.gone for channel in self.channels.values()):
+            await self.news()
+
+    def _shut(self) -> None:
+        for channel in self.channels.values():
+            channel.close()
+        self._stop()
