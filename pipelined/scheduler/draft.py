@@ -111,7 +111,7 @@ class Draft:
             pool.books.release(*prefix)
             state.refused_at = pool.books.version if size else None
             return False
-        pool.admit(state, prefix, may_lead=pool.books.radix_cache)
+        pool.admit(state, prefix)
         request = state.request
         self.items.append(
             Admit(

@@ -64,9 +64,7 @@ class Pool:
 
     def leader_of(self, state: RequestState) -> RequestState | None:
         """Who is prefilling the same prompt right now, if waiting for him saves work."""
-        if state.prompt_tokens <= self.books.page_size or state.wants_prompt_logprobs:
-            return None
-        return self._leaders.get(state.request.tokens)
+        return None if state.wants_prompt_logprobs else self._leaders.get(state.request.tokens)
 
     def follow(self, state: RequestState, leader: RequestState) -> None:
         """Out of the queue until the leader's prefill is over, one way or another."""
@@ -75,7 +73,7 @@ class Pool:
         leader.followers.append(state)
         self.following += 1
 
-    def admit(self, state: RequestState, prefix: Prefix, *, may_lead: bool) -> None:
+    def admit(self, state: RequestState, prefix: Prefix) -> None:
         """It gets a number and the pages of its cached prefix."""
         self._remove(self.waiting, state)
         state.phase, state.seq = Phase.PREFILL, self._next_seq
@@ -88,7 +86,8 @@ class Pool:
             state.prompt_logprobs.clear()
         self.live[state.seq] = state
         insort(self.prefill, state, key=_arrival)
-        if may_lead and state.prompt_tokens > self.books.page_size:
+        findable = (state.prompt_tokens - 1) // self.books.page_size
+        if self.books.radix_cache and len(prefix.pages) < findable:  # others who wait for it will find more than now
             self._leaders.setdefault(state.request.tokens, state)
 
     def prefill_planned(self, state: RequestState) -> None:

@@ -289,7 +289,9 @@ class World:
                     assert last.cached_tokens + sum(last.chunks) == len(unpack_tokens(request.tokens))
 
 
-def make_request(id: str, prompt: list[int], *, choice: int = 0, eos: tuple[int, ...] = (), **sampling: int) -> Request:
+def make_request(
+    id: str, prompt: list[int], *, choice: int = 0, eos: tuple[int, ...] = (), **sampling: object
+) -> Request:
     """A request with seed 0 and the given sampling."""
     params = SamplingParams(**{"seed": 0, "max_tokens": 8, **sampling})  # type: ignore[arg-type]
     return Request(id=id, tokens=pack_tokens(prompt), sampling=params, choice=choice, eos=eos)
