@@ -221,9 +221,10 @@ class _ZmqChannel(Channel):
                 self._zmq.broken(self, _BROKEN[event])
 
     def _shut(self) -> None:
-        self._monitor.close()
+        # In this order: ZMQ reports that the monitor is off, and would wait for ever if nobody were left to read it.
         self._frames.socket.disable_monitor()
         self._frames.close()
+        self._monitor.close()
         for socket in self._tensors.values():
             socket.close(linger=0)
 
