@@ -27,7 +27,9 @@
     │   └── RankLostError               the process or task of a rank ended
     ├── RequestCancelled                the request was cancelled by its owner
     ├── ProtocolError                   a peer sent what the protocol does not allow
-    └── EngineClosedError               the pipeline or engine was closed while work was owed
+    ├── EngineClosedError               the pipeline or engine was closed while work was owed
+    └── VirtualTimeError                what was tried cannot be had in virtual time (threads, sockets)
+        └── DeadlockError               in virtual time every task waits, and nothing will ever wake one
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ __all__ = [
     "ClosedError",
     "ConfigError",
     "DeadlineError",
+    "DeadlockError",
     "EndOfLane",
     "EngineClosedError",
     "FrameTooLarge",
@@ -64,6 +67,7 @@ __all__ = [
     "TransportError",
     "Truncated",
     "UnknownSchemeError",
+    "VirtualTimeError",
     "WouldBlock",
     "nearest",
 ]
@@ -206,6 +210,14 @@ class ProtocolError(PipelinedError):
 
 class EngineClosedError(PipelinedError):
     """The pipeline or engine was closed while something was still owed."""
+
+
+class VirtualTimeError(PipelinedError):
+    """Virtual time has no threads and no real descriptors: something tried to use one, or time stood still."""
+
+
+class DeadlockError(VirtualTimeError):
+    """Every task waits and no timer is set. Lists the tasks and where each of them waits."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -2,5 +2,6 @@
 
 from pipelined.clock.alarm import Alarm
 from pipelined.clock.base import Clock, LoopClock, MonotonicClock
+from pipelined.clock.virtual import VirtualTimeLoop, virtual_loop
 
-__all__ = ["Alarm", "Clock", "LoopClock", "MonotonicClock"]
+__all__ = ["Alarm", "Clock", "LoopClock", "MonotonicClock", "VirtualTimeLoop", "virtual_loop"]

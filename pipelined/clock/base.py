@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from typing import TYPE_CHECKING, Protocol
 
@@ -44,9 +45,13 @@ class MonotonicClock:
         await asyncio.sleep(delay_s)
 
     def call_at(self, when_s: float, callback: Callable[..., object], *args: object) -> asyncio.TimerHandle:
-        """Call back once `now()` has reached `when_s` (at once if it has)."""
+        """Call back once `now()` has reached `when_s` (at once if it has); up to 2 ms late. See `Alarm`."""
         loop = asyncio.get_running_loop()
-        return loop.call_later(max(0.0, when_s - time.monotonic()), callback, *args)
+        delay_s = max(0.0, when_s - time.monotonic())
+        if delay_s and not isinstance(loop, asyncio.BaseEventLoop):
+            # uvloop rounds to milliseconds and counts from the last tick: up to 1 ms early after rounding up.
+            delay_s = math.ceil(delay_s * 1e3) / 1e3 + 1e-3
+        return loop.call_later(delay_s, callback, *args)
 
     def timeout(self, delay_s: float | None) -> asyncio.Timeout:
         """`asyncio.timeout`."""

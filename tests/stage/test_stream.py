@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelined.clock import MonotonicClock
+from pipelined.clock import LoopClock, MonotonicClock, virtual
 from pipelined.errors import ConfigError
 from pipelined.stage.completion import Completion
 from pipelined.stage.stream import StreamDevice
@@ -303,6 +303,37 @@ def test_any_chain_of_launches_equals_running_it_in_order(plan: list[tuple[int, 
         assert stream.faults == []
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_in_virtual_time_it_takes_the_time_of_its_model(fired: Any, seed: int) -> None:
+    async def main() -> None:
+        stream = StreamDevice(LoopClock(), delay_s=0.0, time_of=lambda cost: cost)
+        launches = [stream.launch(lambda n=n: torch.full((2,), n), cost=0.5) for n in range(4)]
+        at_once = stream.launch(lambda: torch.ones(1))  # no cost: the delay, here none
+        copy = stream.to_host({"x": launches[3].outputs()}, launches[3].event)
+        await fired(copy.event)
+        assert asyncio.get_running_loop().time() == 2.0
+        assert [launch.ended_s for launch in launches] == [0.5, 1.0, 1.5, 2.0]
+        assert [launch.outputs().tolist() for launch in launches] == [[n, n] for n in range(4)]
+        assert copy.outputs()["x"].tolist() == [3, 3]
+        assert at_once.event.done()
+        await stream.aclose()
+
+    virtual.run(main(), seed=seed)
+
+
+def test_even_without_delay_no_event_fires_within_the_launch(run: Any, fired: Any) -> None:
+    async def main() -> None:
+        stream = StreamDevice(MonotonicClock(), delay_s=0.0)
+        launch = stream.launch(lambda: torch.ones(1))
+        assert not launch.event.done()
+        assert launch.outputs().isnan().all()
+        await fired(launch.event)
+        assert launch.outputs().item() == 1
+        await stream.aclose()
+
+    run(main())
 
 
 def test_a_negative_delay_is_refused() -> None:
