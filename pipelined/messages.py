@@ -43,6 +43,8 @@ __all__ = [
     "Started",
     "Step",
     "StepResult",
+    "Stop",
+    "Stopped",
     "Submit",
     "TensorHeader",
     "TokenLogprob",
@@ -351,10 +353,16 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Steps up to `last_step` flow to the end, then the rank tears down."""
+    """No more steps: those under way flow to the end, then each rank says `Stopped` and tears down."""
 
     epoch: int
-    last_step: int
+
+
+class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
+    """Everything that this rank had to do and to say in the epoch is done and said."""
+
+    epoch: int
+    rank: int
 
 
 class TensorHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -503,7 +511,7 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
 ToRank = Step | Start | Stop | NewInputs | Request | Cancel | CancelInput
 """What a rank may receive on the SCHEDULE lane."""
 
-FromRank = StepResult | StageTimes | Ready | Started | StartFailed | Outputs
+FromRank = StepResult | StageTimes | Ready | Stopped | Started | StartFailed | Outputs
 """What a rank may send on the RESULTS lane."""
 
 HealthMessage = Ping | Pong | Query | Report

@@ -174,7 +174,7 @@ class Driver:
             try:
                 assert self.links.requests is not None
                 async with self.clock.timeout(grace_s):
-                    await self.links.requests.send(_encode(Stop(0, 0)))
+                    await self.links.requests.send(_encode(Stop(self._descriptions[0].epoch)))
             except (TransportError, TimeoutError):
                 grace_s = 0.0
         for task in self._tasks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from pipelined.messages import StageTimes, StepResult
+from pipelined.messages import StageTimes, StepResult, Stopped
 from pipelined.rank.launch import failed
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class Results:
             if len(self._times) >= _TIMES_BATCH:
                 await self._send_times()
         await self._send_times()
+        await self._report(Stopped(core.epoch, core.config.rank))
 
     def _account(self, flight: Flight) -> None:
         core, launch = self._core, flight.launch

@@ -24,6 +24,7 @@ from pipelined.messages import (
     Step,
     StepResult,
     Stop,
+    Stopped,
     ToRank,
 )
 from pipelined.rank.flight import Flight
@@ -131,15 +132,15 @@ class Leader:
         links = self._core.links
         assert links.requests is not None
         async with asyncio.TaskGroup() as readers:
-            tasks = [readers.create_task(self._read_results(link)) for link in links.results.values()]
-            tasks.append(readers.create_task(self._read_requests(links.requests)))
+            for rank, link in links.results.items():
+                readers.create_task(self._read_results(link), name=f"results of rank {rank}")
+            requests = readers.create_task(self._read_requests(links.requests), name="requests")
             await self._plan()
-            for task in tasks:
-                task.cancel()
-        stop = _encode(Stop(self._core.epoch, 0))
-        for link in links.steps.values():
-            await link.send(stop)
-        await self._applier.finish()
+            requests.cancel()
+            stop = _encode(Stop(self._core.epoch))
+            for link in links.steps.values():
+                await link.send(stop)
+            await self._applier.finish()
 
     async def report(self, message: FromRank) -> None:
         """Rank 0's own results and times, when it is asked as any rank is."""
@@ -179,8 +180,8 @@ class Leader:
             await self._core.links.news.send(_encode(Outputs(outputs)))
 
     async def _read_results(self, link: MessageLink) -> None:
-        while True:
-            self._heard(_decode_from_rank(await link.receive()))
+        while not isinstance(message := _decode_from_rank(await link.receive()), Stopped):
+            self._heard(message)
 
     def _heard(self, message: FromRank) -> None:
         if isinstance(message, StepResult):
@@ -191,7 +192,7 @@ class Leader:
             self._wake.set()
         elif isinstance(message, StageTimes):
             self._planner.observe(message)
-        else:
+        elif not isinstance(message, Stopped):
             raise ProtocolError(f"rank 0 got {type(message).__name__} instead of a result")
 
     async def _read_requests(self, link: MessageLink) -> None:
