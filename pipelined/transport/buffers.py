@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import math
 from typing import TYPE_CHECKING
 
@@ -81,6 +82,14 @@ def tensor_over(raw: torch.Tensor, header: TensorHeader) -> torch.Tensor:
     return raw.view(dtype).view(header.shape)
 
 
+def _copy(target: torch.Tensor, source: torch.Tensor, start: int, end: int) -> None:
+    if target.is_cpu and source.is_cpu:
+        # Not `copy_`: that would wake torch's worker threads, which then spin beside the stage's own work.
+        ctypes.memmove(target.data_ptr() + start, source.data_ptr() + start, end - start)
+    else:
+        target[start:end].copy_(source[start:end])
+
+
 def copy_sliced(
     target: torch.Tensor, source: torch.Tensor, then: Callable[[], None], wanted: Callable[[], bool] | None = None
 ) -> None:
@@ -94,7 +103,7 @@ def copy_sliced(
     """
     total = source.numel()
     if total <= COPY_SLICE_BYTES:
-        target[:total].copy_(source)
+        _copy(target, source, 0, total)
         then()
         return
     loop = asyncio.get_running_loop()
@@ -104,7 +113,7 @@ def copy_sliced(
         if at and wanted is not None and not wanted():
             until = total
         else:
-            target[at:until].copy_(source[at:until])
+            _copy(target, source, at, until)
         if until < total:
             loop.call_soon(step, until)
         else:
