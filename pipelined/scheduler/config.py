@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from pipelined.errors import ConfigError
+import msgspec
+
+from pipelined.errors import ConfigError, nearest
 
 __all__ = ["SchedulerConfig"]
 
@@ -49,3 +51,17 @@ class SchedulerConfig:
                 f"chunked_prefill_size={size} is not a multiple of page_size={page}; "
                 f"take {near} or {near + page}, or another page size"
             )
+
+    @classmethod
+    def from_json(cls, text: str) -> SchedulerConfig:
+        """What `msgspec.json.encode` made of a config.
+
+        Raises:
+            ConfigError: An unknown key, or a value out of range.
+        """
+        values = msgspec.json.decode(text, type=dict[str, object])
+        known = [field.name for field in fields(cls)]
+        for key in values:
+            if key not in known:
+                raise ConfigError(f"unknown scheduler setting {key!r}{nearest(key, known)}")
+        return cls(**values)  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from pipelined.errors import CapacityError, InvalidRequestError, ProtocolError
 from pipelined.kv import PageBooks
 from pipelined.messages import ErrorInfo, Failed, PromptLogprobs, RequestOutput, Sampled, Step, pack_tokens
 from pipelined.scheduler.config import SchedulerConfig
+from pipelined.scheduler.config import SchedulerConfig
 from pipelined.scheduler.draft import Draft, Work
 from pipelined.scheduler.pool import Pool
 from pipelined.scheduler.state import Phase, RequestState, check_request
@@ -273,6 +274,15 @@ class Scheduler:
     def _end(self, state: RequestState, last: RequestOutput, *, keep: bool = True) -> None:
         self._news.append(last)
         self._running_pool().withdraw(state, keep=keep)
+
+
+def from_json(config: str) -> Scheduler:
+    """A scheduler from an encoded `SchedulerConfig`: how rank 0 makes one, knowing only this function's name.
+
+    Raises:
+        ConfigError: As `SchedulerConfig.from_json`.
+    """
+    return Scheduler(SchedulerConfig.from_json(config))
 
 
 def _closing(state: RequestState, *, finish_reason: str | None = None, error: ErrorInfo | None = None) -> RequestOutput:

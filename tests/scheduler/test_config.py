@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from pipelined.errors import ConfigError
-from pipelined.scheduler import Scheduler, SchedulerConfig
+from pipelined.scheduler import Scheduler, SchedulerConfig, from_json
 
 
 @pytest.mark.parametrize(
@@ -29,3 +30,12 @@ def test_wrong_settings_say_what_would_be_right(wrong: dict[str, int], message: 
 def test_an_unknown_policy_is_named() -> None:
     with pytest.raises(ConfigError, match="unknown chunk policy 'fluid'"):
         Scheduler(SchedulerConfig(context_length=100, vocab_size=10, chunk_policy="fluid"))
+
+
+def test_a_scheduler_from_json() -> None:
+    config = SchedulerConfig(context_length=100, vocab_size=10, pp_size=3)
+    assert from_json(msgspec.json.encode(config).decode()).config == config
+    with pytest.raises(ConfigError, match="unknown scheduler setting 'page_sise'; did you mean 'page_size'"):
+        from_json('{"context_length": 100, "vocab_size": 10, "page_sise": 4}')
+    with pytest.raises(ConfigError, match="vocab_size=0"):
+        from_json('{"context_length": 100, "vocab_size": 0}')
