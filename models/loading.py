@@ -58,6 +58,7 @@ def inspect_model(ref: str, options: LoadOptions, family: str) -> ModelInfo:
     layers = text.num_hidden_layers
     weights = _dummy_weights(config, path) if options.load_format == "dummy" else _stored_weights(path)
     dtype = _dtype(options, config, weights)
+    _check_layers(path, weights, layers)
     sizes = _Sizes.of(weights.elements, layers, DTYPES[dtype], tied=bool(getattr(config, "tie_word_embeddings", False)))
     return ModelInfo(
         ref=ref,
@@ -100,17 +101,17 @@ class _Sizes:
 
     @classmethod
     def of(cls, elements: dict[str, int], layers: int, element_bytes: int, *, tied: bool) -> _Sizes:
-        """Sort tensors by name: the first number in a name is its layer.
+        """Sort tensors by name.
 
         Layers beyond the last one (drafts for multi-token prediction) are not loaded and don't count. A tied head is
         counted, as the last stage holds a copy of the embedding.
         """
         each, embedding, head = [0] * layers, 0, 0
         for name, count in elements.items():
-            number = _NUMBER.search(name)
-            if number is not None:
-                if int(number[1]) < layers:
-                    each[int(number[1])] += count
+            layer = _layer_of(name)
+            if layer is not None:
+                if layer < layers:
+                    each[layer] += count
             elif _EMBEDDING.search(name) and "head" not in name and "embed_out" not in name:
                 embedding += count
             elif tied and "head" in name:
@@ -119,6 +120,21 @@ class _Sizes:
                 head += count
         head += embedding if tied else 0
         return cls(tuple(count * element_bytes for count in each), embedding * element_bytes, head * element_bytes)
+
+
+def _layer_of(name: str) -> int | None:
+    """The first number in a tensor's name."""
+    number = _NUMBER.search(name)
+    return int(number[1]) if number else None
+
+
+def _check_layers(path: Path, weights: _Weights, layers: int) -> None:
+    found = {_layer_of(name) for name in weights.elements}
+    without = [layer for layer in range(layers) if layer not in found]
+    if without:
+        raise ModelError(
+            f"{path}: the configuration has {layers} layers, but there are no weights of layer {without[0]}"
+        )
 
 
 def _check_options(options: LoadOptions) -> None:
@@ -146,7 +162,10 @@ def _read_config(path: str, options: LoadOptions) -> Any:
 
 def _architecture(config: Any, options: LoadOptions) -> str:
     """Name of the `...ForCausalLM` class, without importing it."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
 
     remote = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
     if remote and options.trust_remote_code:
@@ -155,6 +174,8 @@ def _architecture(config: Any, options: LoadOptions) -> str:
     if known is None:
         hint = "; its code comes with the model: pass --trust-remote-code to run it" if remote else ""
         raise ModelError(f"{config.model_type} is not a causal language model that transformers knows{hint}")
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        raise ModelError(f"{known} is an encoder by training; only decoders are supported")
     return str(known)
 
 

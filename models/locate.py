@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -33,7 +34,7 @@ def locate(ref: str, options: LoadOptions) -> Path:
     dummy = options.load_format == "dummy"
     if ref in _ALIASES:
         return converted(_ALIASES[ref]())
-    path = Path(ref).expanduser()
+    path = _path(ref)
     if path.suffix == ".gguf" and path.is_file():
         return converted(path)
     if path.is_dir():
@@ -48,6 +49,15 @@ def locate(ref: str, options: LoadOptions) -> Path:
     if path.suffix in (".gguf", ".json"):
         raise ModelError(f"{path}: no such file")
     return _from_hub(ref, dummy=dummy, trust_remote_code=options.trust_remote_code)
+
+
+def _path(ref: str) -> Path:
+    try:
+        path = Path(ref).expanduser()
+        path.is_dir()
+    except (OSError, RuntimeError) as error:  # too long, not permitted, no such home
+        raise _unknown(ref[:80], f"it cannot be looked for ({error})"[:200]) from error
+    return path
 
 
 def _gguf_hint(path: Path) -> str:
@@ -78,7 +88,9 @@ def _from_hub(ref: str, *, dummy: bool, trust_remote_code: bool) -> Path:
 
 
 def _unknown(ref: str, tried: str) -> ModelError:
+    close = get_close_matches(ref, _ALIASES, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
     return ModelError(
-        f"unknown model {ref!r}: there is no such directory or file, and {tried}; expected a directory with "
+        f"unknown model {ref!r}{hint}: there is no such directory or file, and {tried}; expected a directory with "
         f"config.json and safetensors, a .gguf file, a hub id (owner/name), or an alias ({', '.join(_ALIASES)})"
     )
