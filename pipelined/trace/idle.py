@@ -114,7 +114,7 @@ def segments(trace: Trace) -> list[list[Segment]]:
     """Each rank's time, cut into busy and idle pieces without gap or overlap, from the trace's start to its end."""
     facts = [Facts.of(trace, rank) for rank in trace.ranks]
     found: list[list[Segment]] = []
-    bubbles: dict[int, int] = {}
+    bubbles: dict[int, list[tuple[str, int]]] = {}
     for index in range(len(facts)):
         found.append(_Rank(facts, index, found[-1] if found else [], bubbles).cut(Facts.wall_ns(trace)))
     return found
@@ -142,13 +142,15 @@ class _Pen:
 class _Rank:
     """Cuts one rank's time, given the pieces of the rank before."""
 
-    def __init__(self, facts: Sequence[Facts], index: int, upstream: list[Segment], bubbles: dict[int, int]) -> None:
+    def __init__(
+        self, facts: Sequence[Facts], index: int, upstream: list[Segment], bubbles: dict[int, list[tuple[str, int]]]
+    ) -> None:
         self._all = facts
         self._index = index
         self._me = facts[index]
         self._upstream = upstream
         self._upstream_starts = [piece.start_ns for piece in upstream]
-        self._bubbles = bubbles  # idle time of rank 0 ahead of each step; NEVER where the pipeline was empty
+        self._bubbles = bubbles  # how long rank 0 idled ahead of each step: [(cause for the ranks behind it, length)]
         self._below = facts[index + 1 :]
 
     def cut(self, wall_ns: int) -> list[Segment]:
@@ -172,8 +174,7 @@ class _Rank:
         if self._index == 0:
             self._unplanned(pen, done_ns, following)
             if following is not None:
-                waited = sum(p.end_ns - p.start_ns for p in pen.pieces)
-                self._bubbles[following.step] = waited if done_ns > end_ns else NEVER
+                self._bubbles[following.step] = _bubble(pen.pieces) if done_ns > end_ns else [("fill", NEVER)]
                 self._launched(pen, following.step)
         elif following is None:
             pen.until(done_ns, "drain")
@@ -184,8 +185,8 @@ class _Rank:
             above = self._all[self._index - 1]
             computed = above.forward_of(following.step, end_ns)
             if computed is not None:
-                budget_ns = NEVER if last is None else self._bubbles.get(following.step, 0)
-                self._inherited(pen, computed.end_ns, budget_ns)
+                bubble = self._bubbles.get(following.step, []) if last is not None else [("fill", NEVER)]
+                self._inherited(pen, computed.end_ns, bubble)
                 sent = above.sent.get(following.step)
                 if sent is not None and sent[0] < end_ns:
                     pen.until(sent[0], "host")
@@ -214,20 +215,24 @@ class _Rank:
         limit.until(limit.end_ns, "scheduler" if between and following is not None else "no_work")
         pen.pieces, pen.cursor_ns = limit.pieces, max(pen.cursor_ns, limit.cursor_ns)
 
-    def _inherited(self, pen: _Pen, computed_ns: int, budget_ns: int) -> None:
+    def _inherited(self, pen: _Pen, computed_ns: int, bubble: list[tuple[str, int]]) -> None:
         """While the rank before has not computed the step: it is waited for, or what it waits for is.
 
-        As much of the wait as rank 0 idled ahead of the step (`budget_ns`) is a bubble that travels: "fill".
+        A bubble that entered at rank 0 travels behind the step before it: as much of the wait is the bubble's.
         """
         until = _Pen(pen.cursor_ns, min(computed_ns, pen.end_ns))
+        left = list(bubble)
         for piece in self._pieces_above(until):
-            if piece.cause in (BUSY, "input", "fill"):
-                before_ns = until.cursor_ns
-                until.until(min(piece.end_ns, before_ns + budget_ns), "fill")
-                budget_ns -= until.cursor_ns - before_ns
-                until.until(piece.end_ns, "input")
-            else:
+            if piece.cause not in (BUSY, "input", "fill"):
                 until.until(piece.end_ns, piece.cause)
+                continue
+            while left and until.cursor_ns < min(piece.end_ns, until.end_ns):
+                cause, length_ns = left.pop(0)
+                before_ns = until.cursor_ns
+                until.until(min(piece.end_ns, before_ns + length_ns), cause)
+                if before_ns + length_ns > until.cursor_ns:
+                    left.insert(0, (cause, before_ns + length_ns - until.cursor_ns))
+            until.until(piece.end_ns, "input")
         pen.pieces, pen.cursor_ns = until.pieces, until.cursor_ns
 
     def _launched(self, pen: _Pen, step: int, sent_ns: int = 0) -> None:
@@ -251,3 +256,9 @@ class _Rank:
             if self._upstream[index].start_ns >= pen.end_ns:
                 return
             yield self._upstream[index]
+
+
+def _bubble(pieces: list[Segment]) -> list[tuple[str, int]]:
+    planning = sum(piece.end_ns - piece.start_ns for piece in pieces if piece.cause == "scheduler")
+    others = sum(piece.end_ns - piece.start_ns for piece in pieces if piece.cause in ("drain", "no_work"))
+    return [(cause, length_ns) for cause, length_ns in (("fill", others), ("scheduler", planning)) if length_ns]

@@ -25,7 +25,7 @@ def any_span(draw: Any) -> Span:
 SPANS = st.lists(any_span(), max_size=25)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(SPANS, min_size=1, max_size=4), st.floats(0, 1), st.floats(0, 3))
 def test_every_nanosecond_has_one_cause(ranks: list[list[Span]], start: float, length: float) -> None:
     trace = Trace([RankTrace(i, "", spans) for i, spans in enumerate(ranks)], start, start + length)
@@ -114,11 +114,11 @@ def test_planning_and_launching_have_names(model: Any) -> None:
     for _ in range(3):
         last = pipe.step([0.01] * 2, needs=last)
     assert attribute(pipe.trace())[0].causes["host"] == pytest.approx(3 * 0.001, abs=1e-6)
-    pipe = model(2, plan_s=0.02)
+    pipe = model(2, plan_s=0.015)
     for _ in range(5):
         pipe.step([0.01] * 2)
     for use in attribute(pipe.trace()):
-        assert use.causes["scheduler"] == pytest.approx(4 * 0.01, abs=1e-6)
+        assert use.causes["scheduler"] == pytest.approx(4 * 0.005, abs=1e-6)
 
 
 def test_nothing_asked_for_is_no_work_on_all_ranks(model: Any) -> None:
@@ -163,7 +163,7 @@ def test_empty_trace() -> None:
 @pytest.mark.slow
 def test_two_hundred_thousand_spans_in_seconds(model: Any) -> None:
     pipe = model(8, link_s=1e-4)
-    for _ in range(5000):
+    for _ in range(6000):
         pipe.step([0.001] * 8)
     trace = pipe.trace()
     assert sum(len(rank.spans) for rank in trace.ranks) > 190_000

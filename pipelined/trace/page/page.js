@@ -42,7 +42,7 @@
     return (a < 100 ? seconds.toPrecision(3) : seconds.toFixed(0)) + " s";
   }
   function trim(text) { return String(Number(text)); }
-  function percent(share) { return (100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0) + " %"; }
+  function percent(share) { return (100 * share).toFixed((share > 0 && share < 0.1) || (share > 0.99 && share < 1) ? 1 : 0) + " %"; }
   function make(tag, text, name) {
     const element = document.createElement(tag);
     if (text !== undefined) element.textContent = text;
@@ -106,7 +106,7 @@
     head.append(line);
     for (const rank of data.ranks) {
       const tr = make("tr"), share = make("td", undefined, "share"), stack = make("div", undefined, "stack");
-      const parts = [["w0", "busy", rank.busy_s], ...data.causes.filter((c) => rank.causes[c[0]]).map((c) => [c[0], c[1], rank.causes[c[0]]])];
+      const parts = [["busy", "busy", rank.busy_s], ...data.causes.filter((c) => rank.causes[c[0]]).map((c) => [c[0], c[1], rank.causes[c[0]]])];
       for (const [colour, name, seconds] of parts) {
         const part = make("span");
         part.style.cssText = `width:${(100 * seconds) / (data.wall_s || 1)}%;background:var(--${colour})`;
@@ -148,6 +148,7 @@
     draw();
   }
   const scale = () => (size.width - size.left) / (view.to - view.from);
+  const snap = (px) => { const ratio = window.devicePixelRatio || 1; return Math.round(px * ratio) / ratio; };
   const x = (time) => size.left + (time - view.from) * scale();
   const y = (index) => size.top + index * (size.row + size.gap);
 
@@ -190,12 +191,12 @@
     context.fillRect(size.left, top, size.width - size.left, height);
     const k = scale();
     for (let i = find(row, view.from); i < row.count && row.start[i] < view.to; ) {
-      const p = piece(row, i), left = x(p.from);
-      let right = x(p.to), next = i + 1;
-      if (right - left < 0.7) {  // many pieces in one pixel: draw the share of it that is work
+      const p = piece(row, i), left = snap(x(p.from));
+      let right = snap(x(p.to)), next = i + 1;
+      if ((p.to - p.from) * k < 0.7) {  // many pieces in one pixel: draw the share of it that is work
         const stop = p.from + 1 / k;
         let busy = 0, code = p.code, longest = 0;
-        for (next = i; next < row.count && row.start[next] < stop; next++) {
+        for (next = i; next < row.count && row.start[next] < stop && (next === i || (row.start[next + 1] - row.start[next]) * k < 0.7); next++) {
           const q = row.items[next * FIELDS + 1], length = row.start[next + 1] - row.start[next], part = (length * row.items[next * FIELDS + 6]) / 1000;
           busy += part;
           if (part + length * 1e-3 > longest) { longest = part + length * 1e-3; code = q; }
@@ -237,9 +238,11 @@
     context.font = "600 11px system-ui, sans-serif";
     context.textAlign = "center";
     context.textBaseline = "middle";
+    let fits = true;
     shown.forEach((line, n) => {
       if (n) context.font = "10px system-ui, sans-serif";
-      if (context.measureText(line).width > to - from - 6) return;
+      fits = fits && context.measureText(line).width <= to - from - 6;
+      if (!fits) return;
       context.fillStyle = "#fff";
       context.shadowColor = "rgb(0 0 0 / 45%)";
       context.shadowBlur = 2;
