@@ -15,7 +15,6 @@ from pipelined.errors import CapacityError, InvalidRequestError, ProtocolError
 from pipelined.kv import PageBooks
 from pipelined.messages import ErrorInfo, Failed, PromptLogprobs, RequestOutput, Sampled, Step, pack_tokens
 from pipelined.scheduler.config import SchedulerConfig
-from pipelined.scheduler.config import SchedulerConfig
 from pipelined.scheduler.draft import Draft, Work
 from pipelined.scheduler.pool import Pool
 from pipelined.scheduler.state import Phase, RequestState, check_request
@@ -299,8 +298,3 @@ def _with_account(state: RequestState, output: RequestOutput) -> RequestOutput:
         chunks=tuple(state.chunks),
         preemptions=state.preemptions,
     )
-
-
-def from_json(config: str) -> Scheduler:
-    """A scheduler from an encoded `SchedulerConfig`: how rank 0 gets one in a process of its own."""
-    return Scheduler(msgspec.json.decode(config, type=SchedulerConfig))
