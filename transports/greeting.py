@@ -76,6 +76,10 @@ class Greeter:
         """A listener's own proof, for who dialled with that challenge."""
         return hmac.digest(self._secret, b"answer" + challenge, hashlib.sha256)
 
+    def check_answer(self, challenge: bytes, answer: bytes) -> bool:
+        """Whether a listener's proof is one of the same secret."""
+        return hmac.compare_digest(self.answer(challenge), answer)
+
     def check(self, encoded: bytes, challenge: bytes) -> Hello:
         """Decode and check what came as the first frame of a link.
 
@@ -104,7 +108,7 @@ async def listening_host(scheme: str, host: str, secret: str) -> tuple[str, bool
         ConfigError: It can't be resolved, is a wildcard, or is reachable from outside and there is no secret.
     """
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(f"{scheme}://{host}: the address to listen on can't be resolved: {error}") from error
     numeric = str(found[0][4][0])

@@ -200,7 +200,7 @@ class Channel(abc.ABC):
 
     def handle(self, frame: Frame, body: bytes) -> None:
         """A whole frame came in: any kind but hello, tensor and part."""
-        self._take_credits(frame)
+        self.take_credits(frame)
         if frame.kind is Kind.MESSAGE:
             if frame.slot >= LANES or len(body) > self._max_message_bytes:
                 raise ProtocolError(f"a message of {len(body)} bytes in slot {frame.slot}")
@@ -218,7 +218,7 @@ class Channel(abc.ABC):
 
     def begin_tensor(self, frame: Frame, encoded: bytes | memoryview) -> tuple[TensorHeader, int]:
         """The header of a tensor came in: what it says, and how many bytes will follow."""
-        self._take_credits(frame)
+        self.take_credits(frame)
         if frame.slot < LANES:
             raise ProtocolError(f"a tensor in the message slot {frame.slot}")
         self._count_in(frame)
@@ -238,7 +238,8 @@ class Channel(abc.ABC):
         lane.arrive(OwnedParcel(header, raw, functools.partial(self.owe, slot)))
         self._end_if_complete()
 
-    def _take_credits(self, frame: Frame) -> None:
+    def take_credits(self, frame: Frame) -> None:
+        """Grant what a header brought."""
         for slot, count in enumerate(frame.credits):
             if count:
                 self._granted[slot] += count
