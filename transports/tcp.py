@@ -125,7 +125,8 @@ class _Stream:
 
     def _fail(self, why: str) -> None:
         self._failed = True
-        self.loop.remove_reader(self.sock.fileno())
+        if self.open:
+            self.loop.remove_reader(self.sock.fileno())
         self._broken(why)
 
     def want_write(self, callback: Callable[[], None] | None) -> None:

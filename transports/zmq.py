@@ -19,7 +19,6 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
@@ -30,22 +29,18 @@ from pipelined.transport.options import integer_option, known_options
 from . import greeting
 from .peering import SocketEndpoint
 from .wire import LANES, Channel, Frame, Kind
+from .zmq_route import COPY_BELOW_BYTES, PART_BYTES, WHOLE_BYTES, Route
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pipelined.messages import Peer, TensorHeader
+    from pipelined.messages import Peer
     from pipelined.transport import EndpointSpec
 
 __all__ = ["ZmqEndpoint", "ZmqTransport"]
 
 _HEARTBEAT_MS = 500
 _BEATS_MISSED = 4
-_COPY_BELOW_BYTES = 128 << 10
-"""Copying that much costs less than finding out when ZMQ has done without a copy."""
-_WHOLE_BYTES = 16 << 20
-"""A larger tensor goes in parts, so that nobody allocates more than that on a stranger's word."""
-_PART_BYTES = 4 << 20
 _TURN_FRAMES = 64
 _MAX_IPC_PATH = 100
 
@@ -172,7 +167,7 @@ class _ZmqChannel(Channel):
             return
         frames = self._frames.socket
         with contextlib.suppress(zmq.Again):  # no connection: the monitor has told, or will
-            frames.send_multipart([self.pack(kind, slot), body], zmq.NOBLOCK, copy=len(body) < _COPY_BELOW_BYTES)
+            frames.send_multipart([self.pack(kind, slot), body], zmq.NOBLOCK, copy=len(body) < COPY_BELOW_BYTES)
         if int(frames.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # sending may have eaten the sign that something came
             self._on_refusal()
 
@@ -183,7 +178,7 @@ class _ZmqChannel(Channel):
         if socket is None:
             socket = self._tensors[slot] = self._zmq.context.socket(zmq.DEALER)
             self._dial(socket, slot)
-        if data.nbytes < _COPY_BELOW_BYTES:
+        if data.nbytes < COPY_BELOW_BYTES:
             with contextlib.suppress(zmq.Again):
                 socket.send_multipart([self.pack(Kind.TENSOR, slot), header, data], zmq.NOBLOCK)
             sent()
@@ -191,13 +186,13 @@ class _ZmqChannel(Channel):
         flight = _Flight(self._zmq, sent)
         with contextlib.suppress(zmq.Again):
             socket.send_multipart([self.pack(Kind.TENSOR, slot), header], zmq.NOBLOCK | zmq.SNDMORE)
-            if data.nbytes <= _WHOLE_BYTES:
+            if data.nbytes <= WHOLE_BYTES:
                 flight.send(socket, data[:])
             else:
                 socket.send(b"", zmq.NOBLOCK)
-                for at in range(0, data.nbytes, _PART_BYTES):
+                for at in range(0, data.nbytes, PART_BYTES):
                     socket.send(Frame.pack(Kind.PART, slot), zmq.NOBLOCK | zmq.SNDMORE)
-                    flight.send(socket, data[at : at + _PART_BYTES])
+                    flight.send(socket, data[at : at + PART_BYTES])
         flight.seal()
 
     def _on_refusal(self) -> None:
@@ -239,59 +234,6 @@ _BROKEN = {
 """Event of a monitor -> what it means for a link that never reconnects."""
 
 
-class _Route:
-    """A link that a peer dialled, and the tensor that is coming in parts over it."""
-
-    def __init__(self, channel: Channel, slot: int) -> None:
-        self.channel = channel
-        self.slot = slot
-        self._header: TensorHeader | None = None
-        self._raw = torch.empty(0, dtype=torch.uint8)
-        self._filled = 0
-
-    def take(self, frame: Frame, parts: list[zmq.Frame]) -> int:
-        """A message came in. Returns how many bytes had to be copied here."""
-        if frame.kind is Kind.TENSOR and len(parts) == 3 and frame.slot == self.slot:
-            self._begin(frame, parts[1], parts[2])
-            return 0
-        if frame.kind is Kind.PART and len(parts) == 2 and self._header is not None:
-            return self._part(self._header, parts[1])
-        if frame.kind in (Kind.TENSOR, Kind.PART, Kind.HELLO) or len(parts) != 2 or self.slot:
-            raise ProtocolError(f"a {frame.kind.name} frame of {len(parts)} parts on a link of slot {self.slot}")
-        self.channel.handle(frame, parts[1].bytes)
-        return 0
-
-    def _begin(self, frame: Frame, encoded: zmq.Frame, body: zmq.Frame) -> None:
-        if self._header is not None:
-            raise ProtocolError("a tensor in the middle of another")
-        header, size_bytes = self.channel.begin_tensor(frame, encoded.buffer)
-        if size_bytes == len(body):
-            self.channel.end_tensor(self.slot, header, _over(body))
-        elif len(body):
-            raise ProtocolError(f"a tensor of {size_bytes} bytes came with {len(body)}")
-        else:
-            self._header, self._raw, self._filled = header, torch.empty(size_bytes, dtype=torch.uint8), 0
-
-    def _part(self, header: TensorHeader, body: zmq.Frame) -> int:
-        until = self._filled + len(body)
-        if until > self._raw.numel() or not len(body):
-            raise ProtocolError("the parts of a tensor do not add up to it")
-        self._raw[self._filled : until].copy_(torch.frombuffer(body.buffer, dtype=torch.uint8))
-        self._filled = until
-        if until == self._raw.numel():
-            raw, self._raw, self._header = self._raw, torch.empty(0, dtype=torch.uint8), None
-            self.channel.end_tensor(self.slot, header, raw)
-        return len(body)
-
-
-def _over(body: zmq.Frame) -> torch.Tensor:
-    """A frame's memory as a tensor; a copy of it where it is small (it may share a block) or badly aligned."""
-    if not len(body):
-        return torch.empty(0, dtype=torch.uint8)
-    view = torch.frombuffer(body.buffer, dtype=torch.uint8)
-    return view.clone() if len(body) < _COPY_BELOW_BYTES or view.data_ptr() % 16 else view
-
-
 class ZmqEndpoint(SocketEndpoint):
     """A context with one thread for all links, and the socket that everybody dials."""
 
@@ -302,7 +244,7 @@ class ZmqEndpoint(SocketEndpoint):
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self.heartbeat_ms = heartbeat_ms
         self._router: _Watched | None = None
-        self._routes: dict[bytes, _Route] = {}
+        self._routes: dict[bytes, Route] = {}
         self._token = b""
         self._own_directory: Path | None = None
 
@@ -317,7 +259,7 @@ class ZmqEndpoint(SocketEndpoint):
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # Above what all windows allow: reading never stops, or a busy peer's heartbeat would stop too.
         router.setsockopt(zmq.RCVHWM, 4 * LANES * self.spec.window + 1000)
-        router.setsockopt(zmq.MAXMSGSIZE, max(self.spec.max_message_bytes, _WHOLE_BYTES))
+        router.setsockopt(zmq.MAXMSGSIZE, max(self.spec.max_message_bytes, WHOLE_BYTES))
         router.setsockopt(zmq.IPV6, 1)
         public_key = ""
         if encrypted:
@@ -362,7 +304,7 @@ class ZmqEndpoint(SocketEndpoint):
         """Read until nothing is left; in turns, so that the loop stays responsive."""
         copied_bytes = frames = 0
         while self._router is not None and not self._closed:
-            if frames == _TURN_FRAMES or copied_bytes >= _PART_BYTES:
+            if frames == _TURN_FRAMES or copied_bytes >= PART_BYTES:
                 self.loop.call_soon(self.drain)
                 return
             try:
@@ -406,7 +348,7 @@ class ZmqEndpoint(SocketEndpoint):
         channel = self.admit(hello, self._token, frame.number)
         if any(link.channel is channel and link.slot == frame.slot for link in self._routes.values()):
             raise HandshakeError(f"{channel.peer} has dialled {self.me} before")
-        self._routes[route] = _Route(channel, frame.slot)
+        self._routes[route] = Route(channel, frame.slot)
 
     def _refuse(self, route: bytes, why: str) -> None:
         assert self._router is not None
