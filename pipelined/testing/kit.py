@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pipelined.errors import PipelinedError
 from pipelined.testing import closing, deaths, model, opening, order, posting, resources, threads, waiting
 from pipelined.testing.check import FAIL, PASS, SKIP, Check, CheckFailed, CheckResult, SkipCheck
-from pipelined.testing.world import World, transport_from
+from pipelined.testing.world import PATIENCE_S, World, transport_from, without_window
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -93,6 +93,7 @@ def run_checks(
     world: int = 4,
     quick: bool = False,
     only: Iterable[str] = (),
+    patience_s: float = PATIENCE_S,
     on_result: Callable[[CheckResult], None] | None = None,
 ) -> list[CheckResult]:
     """Hold a transport against the contract.
@@ -104,6 +105,7 @@ def run_checks(
         world: How many peers the checks of many peers use, 2 or more.
         quick: Fewer and smaller: under a minute for most transports.
         only: Names of checks or rules; all without any.
+        patience_s: Real time after which something that should happen at once counts as hung.
         on_result: Called with each result as it comes.
 
     Raises:
@@ -111,26 +113,35 @@ def run_checks(
     """
     if world < 2:
         raise ValueError(f"world={world}: expected 2 or more peers")
+    source = without_window(source)
     capabilities = transport_from(source).capabilities
     wanted = set(only)
     results = []
     for check in CHECKS:
         if not wanted or {check.name, check.rule} & wanted:
-            results.append(run_check(check, source, capabilities=capabilities, world=world, quick=quick))
+            results.append(
+                run_check(check, source, capabilities=capabilities, world=world, quick=quick, patience_s=patience_s)
+            )
             if on_result is not None:
                 on_result(results[-1])
     return results
 
 
 def run_check(
-    check: Check, source: str, *, capabilities: Capabilities, world: int = 4, quick: bool = False
+    check: Check,
+    source: str,
+    *,
+    capabilities: Capabilities,
+    world: int = 4,
+    quick: bool = False,
+    patience_s: float = PATIENCE_S,
 ) -> CheckResult:
     """Run one check, or skip it for what the transport declares that it can't do."""
     lacking = [need for need in check.needs if not getattr(capabilities, need)]
     if lacking:
         return CheckResult(check.rule, check.name, SKIP, f"the transport declares no {' and no '.join(lacking)}")
     deadline_s = check.deadline_s if quick else check.full_deadline_s
-    start_s, run = time.monotonic(), _Run(check, source, world, quick, deadline_s)
+    start_s, run = time.monotonic(), _Run(check, deadline_s, source, world, quick, patience_s)
     # A thread, so that a transport that blocks its loop for good fails the check instead of hanging the kit.
     thread = threading.Thread(target=run, name=f"check {check.name}", daemon=True)
     thread.start()
@@ -146,8 +157,9 @@ def run_check(
 class _Run:
     """One run of one check, in the thread that calls it."""
 
-    def __init__(self, check: Check, source: str, size: int, quick: bool, deadline_s: float) -> None:
-        self.check, self.source, self.size, self.quick, self.deadline_s = check, source, size, quick, deadline_s
+    def __init__(self, check: Check, deadline_s: float, source: str, size: int, quick: bool, patience_s: float) -> None:
+        self.check, self.deadline_s = check, deadline_s
+        self.source, self.size, self.quick, self.patience_s = source, size, quick, patience_s
         self.outcome, self.reason = FAIL, "it did not end"
         self._unhandled: list[str] = []
 
@@ -156,7 +168,12 @@ class _Run:
         try:
             with tempfile.TemporaryDirectory(prefix="pipelined-check-", ignore_cleanup_errors=True) as directory:
                 world = World(
-                    self.source, rule=self.check.rule, size=self.size, quick=self.quick, directory=Path(directory)
+                    self.source,
+                    rule=self.check.rule,
+                    size=self.size,
+                    quick=self.quick,
+                    directory=Path(directory),
+                    patience_s=self.patience_s,
                 )
                 with asyncio.Runner(loop_factory=_loop_factory(world)) as runner:
                     runner.run(self._bounded(world))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from pipelined.transport import Capabilities, Endpoint, MessageLink, TensorLink, Transfer, Transport
 
-__all__ = ["MESSAGE_LANES", "TENSOR_LANES", "World", "peer", "transport_from"]
+__all__ = ["MESSAGE_LANES", "TENSOR_LANES", "World", "peer", "transport_from", "without_window"]
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ TENSOR_LANES = (Lane.HIDDEN, Lane.KV)
 MESSAGE_LANES = (Lane.SCHEDULE, Lane.RESULTS, Lane.HEALTH)
 
 PATIENCE_S = 10.0
-"""Real time within which anything that should happen has happened, on a busy machine too."""
+"""Real time within which anything that should happen has happened, on a busy machine too, unless said otherwise."""
 
 
 def peer(rank: int) -> Peer:
@@ -57,6 +57,13 @@ def transport_from(source: str) -> Transport:
     return made
 
 
+def without_window(source: str) -> str:
+    """The URI without its `window`: checks set windows of their own."""
+    head, mark, query = source.partition("?")
+    kept = "&".join(option for option in query.split("&") if not option.startswith("window="))
+    return head + mark + kept if kept else head
+
+
 class World:
     """Where a check runs.
 
@@ -66,14 +73,18 @@ class World:
         size: How many peers a check of many should use.
         quick: Fewer and smaller.
         directory: Empty folder of this check's own.
+        patience_s: Real time within which anything that should happen has happened.
     """
 
-    def __init__(self, source: str, *, rule: str, size: int, quick: bool, directory: Path) -> None:
+    def __init__(
+        self, source: str, *, rule: str, size: int, quick: bool, directory: Path, patience_s: float = PATIENCE_S
+    ) -> None:
         self.source = source
         self.rule = rule
         self.size = size
         self.quick = quick
         self.directory = directory
+        self.patience_s = patience_s
         self.capabilities: Capabilities = transport_from(source).capabilities
         self._options = split_uri(source)[1] if "://" in source else {}
         self._endpoints: list[Endpoint] = []
@@ -90,8 +101,9 @@ class World:
         if not holds:
             self.fail(happened, expected)
 
-    async def within(self, awaitable: Awaitable[T], what: str, limit_s: float = PATIENCE_S) -> T:
-        """Await it; fail if it takes longer than `limit_s`."""
+    async def within(self, awaitable: Awaitable[T], what: str, limit_s: float | None = None) -> T:
+        """Await it; fail if it takes longer than `limit_s` (the world's patience unless given)."""
+        limit_s = self.patience_s if limit_s is None else limit_s
         try:
             async with asyncio.timeout(limit_s) as bound:
                 return await awaitable
@@ -110,7 +122,7 @@ class World:
         kinds: type[PipelinedError] | tuple[type[PipelinedError], ...],
         awaitable: Awaitable[object],
         what: str,
-        limit_s: float = PATIENCE_S,
+        limit_s: float | None = None,
     ) -> PipelinedError:
         """Await something that must fail with one of `kinds` within `limit_s`; returns the error."""
         try:
@@ -155,7 +167,7 @@ class World:
             "world": everyone,
             "rendezvous": rendezvous,
             "connect": tuple(other for other in everyone if other.rank != rank),
-            "open_timeout_s": PATIENCE_S,
+            "open_timeout_s": self.patience_s,
             "options": self._options,
         }
         return EndpointSpec(**(fields | changes))
@@ -203,7 +215,7 @@ class World:
     async def until(self, holds: Callable[[], bool], limit_s: float) -> None:
         """Let the loop run until `holds`, at most `limit_s`; judges nothing."""
         until_s = self.now() + limit_s
-        while not holds() and self.now() < until_s:
+        while not holds() and self.now() < until_s:  # noqa: ASYNC110  (what it polls has no event)
             await asyncio.sleep(0.005)
 
     async def settle(self, turns: int = 20, pause_s: float = 0.0) -> None:
