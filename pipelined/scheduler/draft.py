@@ -168,9 +168,9 @@ class Draft:
         if pool.books.available_pages:
             return True
         if not pool.leaving:
-            others = [other for seq, other in pool.live.items() if seq not in self._busy]
-            victim = max(others, key=lambda other: other.arrival, default=state)
-            if victim.arrival > state.arrival:
+            victim = max(pool.live.values(), key=lambda other: other.arrival)
+            # One that works in this very step stays: the next step will find it idle, or out of pages itself.
+            if victim.arrival > state.arrival and victim.seq not in self._busy:
                 pool.preempt(victim)
         return False
 

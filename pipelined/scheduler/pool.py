@@ -157,7 +157,6 @@ class Pool:
         del self.live[state.seq]
         self.leaving.append((state.seq, state.pages, state.lock))
         state.seq, state.pages, state.lock = NO_SEQ, [], None
-        state.planned = state.computed = 0
 
     def _free_followers(self, leader: RequestState) -> None:
         if self._leaders.get(leader.request.tokens) is leader:

@@ -271,6 +271,8 @@ class World:
         assert stats["available_pages"] == stats["pages"], "pages were left behind"
         self.counts["evicted"] += stats["evicted_pages"]
         cancelled = {id for _, id in load.cancels}
+        first = min(load.arrivals, key=lambda arrival: arrival[0])[1]
+        assert not self.ended[first.id].preemptions, "the oldest request was preempted"
         assert set(self.ended) == {request.id for _, request in load.arrivals}
         for _, request in load.arrivals:
             last = self.ended[request.id]

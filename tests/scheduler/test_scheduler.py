@@ -301,6 +301,35 @@ def test_the_latest_arrival_gives_up_its_pages_and_comes_back(toolbox: Any) -> N
     assert ends["b"].prefilled_tokens > 7  # of all
 
 
+def test_one_victim_at_a_time(toolbox: Any) -> None:
+    hand = Hand(capacity=8, pp_size=1)
+    for name in "abcd":
+        hand.scheduler.submit(toolbox.request(name, [ord(name) - 90] * 3, max_tokens=8))
+    ends = {output.id: output.preemptions for output in hand.finish() if output.finish_reason}
+    assert ends == {"a": 0, "b": 0, "c": 0, "d": 1}
+
+
+def test_a_newcomer_leaves_room_for_those_that_run(toolbox: Any) -> None:
+    hand = Hand(capacity=6, pp_size=1)
+    hand.scheduler.submit(toolbox.request("a", [1] * 7, max_tokens=6))
+    hand.scheduler.submit(toolbox.request("b", [2] * 16, max_tokens=2))
+    news = hand.finish()
+    assert [output.id for output in news if output.finish_reason] == ["a", "b"]
+    assert not any(output.preemptions for output in news)
+
+
+@pytest.mark.parametrize(("applied", "cached"), [(0, 0), (1, 8), (2, 16)])
+def test_only_what_is_known_to_be_computed_is_cached(toolbox: Any, applied: int, cached: int) -> None:
+    hand = Hand()
+    hand.scheduler.submit(toolbox.request("a", list(range(30))))
+    hand.steps()
+    for _ in range(applied):
+        hand.apply()
+    hand.scheduler.cancel("a")
+    hand.scheduler.submit(toolbox.request("b", list(range(30))))
+    assert chunks(hand.step()) == [(1, cached, 8)]
+
+
 @pytest.mark.parametrize(
     ("prompt", "settings", "message"),
     [
@@ -375,6 +404,16 @@ def test_prompt_logprobs_come_once_and_whole(toolbox: Any) -> None:
     hand.apply(extra=(PromptLogprobs(1, 9, entries[8:]),))
     first, second = hand.finish()
     assert (first.prompt_logprobs, second.prompt_logprobs) == (entries, ())
+
+
+def test_a_resumed_request_owes_no_prompt_logprobs(toolbox: Any) -> None:
+    hand = Hand()
+    request = toolbox.request("a", [1] * 3, max_tokens=2, prompt_logprobs=0)
+    hand.scheduler.submit(msgspec.structs.replace(request, generated=pack_tokens([5])))
+    hand.step()
+    hand.apply(extra=(PromptLogprobs(0, 1, ((TokenLogprob(1, -1.0),),) * 2),))
+    (news,) = hand.finish()
+    assert (news.prompt_logprobs, news.chunks, news.finish_reason) == ((), (), "length")
 
 
 def test_an_epoch_ends_and_another_begins(toolbox: Any) -> None:
