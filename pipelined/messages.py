@@ -455,7 +455,15 @@ class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, omit_defaults=True):
-    """News of one request. `finish_reason` ("stop", "length", "abort") or `error` comes with the last."""
+    """News of one request. `finish_reason` ("stop", "length", "abort") or `error` comes with the last.
+
+    Attributes:
+        tokens: New ones, packed; the token that stopped it is among them.
+        prompt_logprobs: All of them, with the first token.
+        stop_token: The token that ended it, with "stop".
+        cached_tokens, chunks: Of the prefill that led to the first token; with the first and the last news.
+        prefilled_tokens: Run as chunks in all, recomputed ones too. preemptions: how many there were. Likewise.
+    """
 
     id: str
     tokens: bytes = b""
