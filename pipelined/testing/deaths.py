@@ -22,6 +22,7 @@ __all__ = [
     "check_a_frozen_peer_holds_up_nobody",
     "check_a_peer_killed_in_mid_transfer_is_lost",
     "check_a_peer_killed_while_idle_is_lost",
+    "check_a_peer_killed_with_unread_data_is_lost",
     "check_between_processes_all_arrives",
 ]
 
@@ -85,6 +86,20 @@ async def check_a_peer_killed_in_mid_transfer_is_lost(world: World) -> None:
         await links.lead_to(world, (PeerLost,), when, max(0.2, until_s - world.now()))
         await links.stay_over(world, (PeerLost,), when)
         await world.within(endpoint.aclose(), f"aclose {when}")
+
+
+async def check_a_peer_killed_with_unread_data_is_lost(world: World) -> None:
+    """A peer is frozen, sent to, then killed (-9) without having read it: PeerLost within the bound."""
+    child, endpoint = await _with_child(world, "idle")
+    async with _Started(child):
+        child.stop()
+        links = Links(endpoint, peer(1))
+        for link in links.tensors.values():
+            link.post_send(pattern(1, 1 << 20), header(0))
+        for messages in links.messages.values():
+            messages.send_nowait(bytes(10_000))
+        await world.settle(20, 0.2)
+        await _lost(world, child, endpoint, "after kill -9 of a peer that had not read")
 
 
 async def check_a_frozen_peer_holds_up_nobody(world: World) -> None:

@@ -69,6 +69,7 @@ CHECKS: tuple[Check, ...] = (
     Check("R10", closing.check_lost_names_the_peer, ()),
     Check("R10", deaths.check_a_peer_killed_while_idle_is_lost, ("processes",), 90.0, 90.0),
     Check("R10", deaths.check_a_peer_killed_in_mid_transfer_is_lost, _CHILD, 90.0, 90.0),
+    Check("R10", deaths.check_a_peer_killed_with_unread_data_is_lost, ("processes",), 90.0, 90.0),
     Check("R10", deaths.check_a_frozen_peer_holds_up_nobody, _CHILD, 120.0, 120.0),
     Check("R10", resources.check_nothing_leaks, (), 60.0, 120.0),
     Check("R11", waiting.check_a_second_ready_is_busy),
