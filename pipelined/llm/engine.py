@@ -112,6 +112,10 @@ class AsyncLLM:
         """Tokens that the KV cache holds: known once the ranks have agreed."""
         return (self._open().capacity or 0) * self.config.page_size
 
+    def now(self) -> float:
+        """Seconds of the clock that the traces of all ranks share."""
+        return self._open().clock.now()
+
     # ---- life ----
 
     async def __aenter__(self) -> AsyncLLM:

@@ -15,6 +15,7 @@ import threading
 from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 
 from pipelined.messages import ErrorInfo
 from pipelined.rank.description import RankDescription
@@ -43,6 +44,8 @@ def serve_child(
     described = msgspec.json.decode(description or pipe.recv_bytes(), type=RankDescription)
     threading.Thread(target=_die_with_parent, args=(pipe,), daemon=True, name="parent watch").start()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    if described.threads is not None:
+        torch.set_num_threads(described.threads)  # of this thread; the device's has its own
     gc.freeze()
     try:
         with asyncio.Runner(loop_factory=_new_loop) as runner:

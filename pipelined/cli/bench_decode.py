@@ -1,0 +1,5 @@
+"""To be written."""
+
+
+def add_parser(kinds):
+    pass

@@ -1,0 +1,127 @@
+"""Options that several commands share. Defaults are those of `EngineConfig`; both families' names are accepted."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from pipelined.errors import ConfigError
+from pipelined.llm.config import EngineConfig
+
+__all__ = ["add_engine_options", "add_trace_option", "engine_config", "int_list"]
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+
+
+def int_list(text: str) -> tuple[int, ...]:
+    """`14,16` as (14, 16), for argparse."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 14,16") from None
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """The model and how to run it."""
+    parser.add_argument("model", metavar="MODEL", help="directory, hub id, .gguf file, or the alias smollm2")
+    group = parser.add_argument_group("engine")
+
+    def option(*names: str, help: str, **kwargs: Any) -> None:
+        field = kwargs.get("dest") or names[0].removeprefix("--").replace("-", "_")
+        default = _DEFAULTS[field]
+        shown = f"{help} (default: {default})" if default not in (None, False) else help
+        group.add_argument(*names, help=shown, default=default, **kwargs)
+
+    option(
+        "--pp-size",
+        "--pp",
+        "--pipeline-parallel-size",
+        dest="pp_size",
+        type=int,
+        metavar="P",
+        help="stages, a rank each",
+    )
+    option(
+        "--layer-partition", type=int_list, metavar="N,N", help="layers of each stage; default even, larger parts later"
+    )
+    option(
+        "--chunked-prefill-size",
+        "--max-num-batched-tokens",
+        dest="chunked_prefill_size",
+        type=int,
+        metavar="N",
+        help="most tokens of a micro-batch",
+    )
+    option("--page-size", "--block-size", dest="page_size", type=int, metavar="N", help="tokens of a KV page")
+    option(
+        "--max-running-requests",
+        "--max-num-seqs",
+        dest="max_running_requests",
+        type=int,
+        metavar="N",
+        help="most sequences at a time",
+    )
+    option(
+        "--context-length",
+        "--max-model-len",
+        dest="context_length",
+        type=int,
+        metavar="N",
+        help="longest prompt plus output; default the model's",
+    )
+    option(
+        "--kv-cache-tokens",
+        "--max-total-tokens",
+        dest="kv_cache_tokens",
+        type=int,
+        metavar="N",
+        help="capacity of the KV cache; default what fits",
+    )
+    option(
+        "--disable-radix-cache",
+        "--no-enable-prefix-caching",
+        dest="disable_radix_cache",
+        action="store_true",
+        help="compute every prefix anew",
+    )
+    option("--dtype", metavar="TYPE", help="auto, float32, bfloat16 or float16")
+    option("--load-format", metavar="FORMAT", help="auto, or dummy for random weights")
+    option("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    option("--transport", metavar="URI", help="what moves tensors: shm://, zmq://, ...; default shm://")
+    option("--workers", metavar="KIND", help="process, or task for all ranks in this process")
+    option("--threads-per-rank", type=int, metavar="N", help="CPU threads of each rank; default cores / P")
+    option("--device", metavar="KIND", help="cpu or cuda")
+    option(
+        "--setup-timeout", dest="setup_timeout_s", type=float, metavar="SECONDS", help="all ranks must be ready by then"
+    )
+    option(
+        "--step-timeout",
+        dest="step_timeout_s",
+        type=float,
+        metavar="SECONDS",
+        help="floor of deadlines on a rank that owes work",
+    )
+
+
+def add_trace_option(parser: argparse.ArgumentParser) -> None:
+    """`--trace` and `--timeline`."""
+    group = parser.add_argument_group("trace")
+    group.add_argument("--trace", metavar="FILE", help="write a Chrome trace: one track per rank and coroutine")
+    group.add_argument("--timeline", metavar="FILE", help="write a picture of what each stage did when (HTML)")
+
+
+def engine_config(arguments: argparse.Namespace, **changes: Any) -> EngineConfig:
+    """The engine's settings from parsed options; `changes` win.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+    given = {name: getattr(arguments, name) for name in _DEFAULTS if hasattr(arguments, name)}
+    given |= changes
+    if given.get("chunked_prefill_size", 1) < 1:
+        raise ConfigError(
+            f"chunked_prefill_size={given['chunked_prefill_size']} is out of range; "
+            f"expected a multiple of page_size={given['page_size']}"
+        )
+    return EngineConfig(**given)
