@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -299,11 +300,82 @@ def make_request(
     return Request(id=id, tokens=pack_tokens(prompt), sampling=params, choice=choice, eos=eos)
 
 
+DEFAULTS = {
+    "pp_size": 4,
+    "page_size": 4,
+    "chunked_prefill_size": 8,
+    "context_length": 1000,
+    "vocab_size": 100,
+}
+
+
+class Hand:
+    """A scheduler driven by hand: every sampled token is `token`."""
+
+    def __init__(self, capacity: int = 100, **settings: Any) -> None:
+        self.scheduler = Scheduler(SchedulerConfig(**{**DEFAULTS, **settings}))
+        self.scheduler.start(0, capacity)
+        self.flying: list[Step] = []
+        self.token = 5
+
+    def step(self) -> Step | None:
+        step = self.scheduler.next_step(0.0)
+        if step is not None and step.rows:
+            self.flying.append(step)
+        return step
+
+    def steps(self, most: int = 100) -> list[Step]:
+        """All that can be planned now."""
+        made: list[Step] = []
+        while len(made) < most and (step := self.step()) is not None:
+            made.append(step)
+        return made
+
+    def apply(
+        self, *, failed: tuple[int, ...] = (), error: ErrorInfo | None = None, extra: tuple[Any, ...] = ()
+    ) -> None:
+        """The oldest step comes back."""
+        step = self.flying.pop(0)
+        outcomes: list[Any] = list(extra)
+        for item in step.items:
+            if isinstance(item, Chunk | Decode):
+                if item.seq in failed:
+                    outcomes.append(Failed(item.seq, ErrorInfo("NonFiniteError", "NaN")))
+                elif isinstance(item, Decode) or item.last:
+                    outcomes.append(Sampled(item.seq, self.token))
+        self.scheduler.apply(StepResult(0, step.number, () if error else tuple(outcomes), error))
+
+    def finish(self) -> list[RequestOutput]:
+        """Run until idle; all the news."""
+        news = self.scheduler.news()
+        for _ in range(1000):
+            self.steps(most=4 - len(self.flying))
+            if self.flying:
+                self.apply()
+            news += self.scheduler.news()
+            if self.scheduler.idle():
+                assert not any(self.scheduler.integrity().values())
+                return news
+        raise AssertionError("not idle after 1000 results")
+
+
+def chunks(step: Step | None) -> list[tuple[int, int, int]]:
+    assert step is not None
+    return [(item.seq, item.start, item.tokens) for item in step.items if isinstance(item, Chunk)]
+
+
+def decodes(step: Step) -> int:
+    return sum(isinstance(item, Decode) for item in step.items)
+
+
 @dataclass
 class Toolbox:
     """What tests get from here."""
 
     world = World
+    hand = Hand
+    chunks = staticmethod(chunks)
+    decodes = staticmethod(decodes)
     workload = Workload
     request = staticmethod(make_request)
     answer = staticmethod(answer)
