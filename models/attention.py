@@ -105,9 +105,16 @@ def paged_attention(
     Args:
         module: The attention module; it carries the cache.
         query: [1, heads, rows, dim].
-        key, value: The new ones only, [1, kv_heads, rows, dim]; they are in the pages already.
+        key: The new ones only, [1, kv_heads, rows, dim]; they are in the pages already.
+        value: Likewise.
         attention_mask: Must be None: nothing is masked but by position.
-        scaling, dropout, sliding_window, softcap, s_aux, position_bias, kwargs: As transformers passes them.
+        scaling: Of the scores; None: dim ** -0.5.
+        dropout: Not applied.
+        sliding_window: How many keys a query sees, itself included; None: all before it.
+        softcap: Scores are squashed into (-softcap, softcap).
+        s_aux: A sink for each head: a score without a value, [heads].
+        position_bias: Must be None.
+        **kwargs: Not looked at.
 
     Returns:
         [1, rows, heads, value_dim], and no weights.
@@ -142,7 +149,7 @@ def _chunk_of(module: torch.nn.Module) -> int | None:
     """Llama 4: layers with rotary positions attend within chunks; the size is nowhere but in the configuration."""
     config: Any = getattr(module, "config", None)
     layer_types = getattr(config, "layer_types", None)
-    if layer_types and layer_types[module.layer_idx] == "chunked_attention":  # type: ignore[index]
+    if layer_types and layer_types[module.layer_idx] == "chunked_attention":
         size: int = config.attention_chunk_size
         return size
     return None
@@ -165,7 +172,7 @@ class _Source:
                 until = min(slot + tokens, at + step)
                 yield self._expanded(self.layer.keys[:, at:until], self.layer.values[:, at:until])
         for slots in gathers:
-            for some in slots.split(len(slots) if self.expand is None else _EXPAND_TOKENS):
+            for some in torch.split(slots, len(slots) if self.expand is None else _EXPAND_TOKENS):
                 yield self._expanded(*self.cache.gather(self.layer, some))
 
     def ordered(self, index: int, first: int, end: int) -> KvPart:
@@ -257,7 +264,8 @@ def _attend(
 
     Args:
         query: [heads, rows, dim].
-        key, value: [kv_heads, keys, dim].
+        key: [kv_heads, keys, dim].
+        value: [kv_heads, keys, value_dim].
         rule: Its scale and softcap are used.
         causal: Row i sees keys up to i.
         mask: Added to the scores, [rows, keys]; no row may be masked in full.

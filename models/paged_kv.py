@@ -168,7 +168,7 @@ def _plan_reads(pieces: Sequence[Piece]) -> tuple[tuple[Piece, ...], tuple[torch
         return tuple(pieces), ()
     slots = slot_numbers(short)
     long = tuple(piece for piece in pieces if piece[1] >= GATHER_BELOW_TOKENS)
-    return long, tuple(slots.split(GATHER_BLOCK_TOKENS))
+    return long, torch.split(slots, GATHER_BLOCK_TOKENS)
 
 
 def slot_numbers(pieces: Iterable[Piece]) -> torch.Tensor:
@@ -176,7 +176,7 @@ def slot_numbers(pieces: Iterable[Piece]) -> torch.Tensor:
     return torch.cat([torch.arange(slot, slot + tokens) for slot, tokens in pieces])
 
 
-class PagedCache(Cache):
+class PagedCache(Cache):  # type: ignore[misc]
     """What the model takes for its cache: stores what is new, and leaves what is old to the attention function.
 
     One for each stage. `begin` before a forward says which batch it is. The attention function finds it on the module

@@ -152,7 +152,9 @@ class Sliced:
         """Run the last slice.
 
         Args:
-            token_ids, received, positions: As for `hidden`.
+            token_ids: As for `hidden`.
+            received: As for `hidden`.
+            positions: As for `hidden`.
             rows: [n] int64, the rows whose logits are wanted.
 
         Returns:
@@ -213,7 +215,8 @@ def load_slice(
     """Make layers [layers[0], layers[1]) of a model and load their weights.
 
     Args:
-        model_class: The `...ForCausalLM` class. config: Its configuration.
+        model_class: The `...ForCausalLM` class.
+        config: Its configuration.
         layers: The slice. The first one embeds, the last one has the output head.
         cache: The stage's paged cache.
         path: Directory with the weights; None: random ones, the same for every way to cut.

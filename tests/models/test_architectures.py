@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import transformers
+
 from pipelined.models.batching import Segment
 from pipelined.models.paged_kv import KvPool, PagedCache, Ragged
 from pipelined.models.slicing import Sliced, load_slice, supported
@@ -161,12 +162,11 @@ ARCHITECTURES = [
     Architecture("CodeGen", {"n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": 256, "rotary_dim": 8}),
 ]
 CLASSES = {
-    "Seed": "SeedOssForCausalLM",
-    "PhiMoE": "PhimoeForCausalLM",
     "Bitnet": "BitNetForCausalLM",
-    "Minicpm3": "MiniCPM3ForCausalLM",
-    "Cohere2": "Cohere2ForCausalLM",
     "GPT2": "GPT2LMHeadModel",
+    "Minicpm3": "MiniCPM3ForCausalLM",
+    "PhiMoE": "PhimoeForCausalLM",
+    "Seed": "SeedOssForCausalLM",
 }
 
 
@@ -179,7 +179,7 @@ def uncut(architecture: Architecture, path: Path) -> tuple[Any, Any]:
     config = architecture.make()
     config._attn_implementation = "eager"
     model = model_class(architecture)(config).eval().requires_grad_(False)
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if parameter.dim() == 1:  # biases, norms and sinks that start at a constant would hide mistakes
             parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(path)
