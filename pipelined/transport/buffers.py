@@ -101,25 +101,36 @@ def copy_sliced(
         then: Called when the copy is complete or given up: before returning for small copies, later for large ones.
         wanted: Asked before each further slice; the copy is given up once it says no.
     """
-    total = source.numel()
-    if total <= COPY_SLICE_BYTES:
-        _copy(target, source, 0, total)
+    if source.numel() <= COPY_SLICE_BYTES:
+        _copy(target, source, 0, source.numel())
         then()
-        return
-    loop = asyncio.get_running_loop()
+    else:
+        _SlicedCopy(target, source, then, wanted).step()
 
-    def step(at: int) -> None:
-        until = min(total, at + COPY_SLICE_BYTES)
-        if at and wanted is not None and not wanted():
-            until = total
-        else:
-            _copy(target, source, at, until)
-        if until < total:
-            loop.call_soon(step, until)
-        else:
-            then()
 
-    step(0)
+class _SlicedCopy:
+    """A copy under way. Not a closure: one that names itself would keep both tensors until the next collection."""
+
+    def __init__(
+        self, target: torch.Tensor, source: torch.Tensor, then: Callable[[], None], wanted: Callable[[], bool] | None
+    ) -> None:
+        self._target = target
+        self._source = source
+        self._then = then
+        self._wanted = wanted
+        self._at = 0
+
+    def step(self) -> None:
+        total, at = self._source.numel(), self._at
+        if at and self._wanted is not None and not self._wanted():
+            self._then()
+            return
+        self._at = min(total, at + COPY_SLICE_BYTES)
+        _copy(self._target, self._source, at, self._at)
+        if self._at < total:
+            asyncio.get_running_loop().call_soon(self.step)
+        else:
+            self._then()
 
 
 def contiguous_sliced(tensor: torch.Tensor, then: Callable[[torch.Tensor], None]) -> None:
@@ -128,19 +139,26 @@ def contiguous_sliced(tensor: torch.Tensor, then: Callable[[torch.Tensor], None]
     if tensor.is_contiguous() or total_bytes <= _STRIDED_SLICE_BYTES:
         then(tensor.contiguous())
         return
-    loop = asyncio.get_running_loop()
-    tensor = tensor.detach()
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
-    dim = max(range(tensor.dim()), key=lambda d: tensor.shape[d])
-    rows = tensor.shape[dim]
-    count = max(1, rows * _STRIDED_SLICE_BYTES // total_bytes)
+    _SlicedGather(tensor.detach(), then).step()
 
-    def step(at: int) -> None:
-        size = min(count, rows - at)
-        copy.narrow(dim, at, size).copy_(tensor.narrow(dim, at, size))
-        if at + size < rows:
-            loop.call_soon(step, at + size)
+
+class _SlicedGather:
+    """A strided tensor on its way into contiguous memory, along its longest dimension."""
+
+    def __init__(self, source: torch.Tensor, then: Callable[[torch.Tensor], None]) -> None:
+        self._source = source
+        self._copy = torch.empty(source.shape, dtype=source.dtype)
+        self._then = then
+        self._dim = max(range(source.dim()), key=lambda dim: source.shape[dim])
+        self._rows = source.shape[self._dim]
+        self._slice_rows = max(1, self._rows * _STRIDED_SLICE_BYTES // source.nbytes)
+        self._at = 0
+
+    def step(self) -> None:
+        rows = min(self._slice_rows, self._rows - self._at)
+        self._copy.narrow(self._dim, self._at, rows).copy_(self._source.narrow(self._dim, self._at, rows))
+        self._at += rows
+        if self._at < self._rows:
+            asyncio.get_running_loop().call_soon(self.step)
         else:
-            then(copy)
-
-    step(0)
+            self._then(self._copy)
