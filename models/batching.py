@@ -68,6 +68,14 @@ class Batch:
     def __repr__(self) -> str:
         return f"<Batch {self.number} rows={self.rows} segments={len(self.segments)}>"
 
+    def describe(self) -> str:
+        """For traces: `#7 prefill 1024@2048, #3 decode 1@90` (tokens behind a prefix)."""
+        return ", ".join(
+            f"#{segment.seq} {'decode' if segment.length == 1 and segment.start else 'prefill'} "
+            f"{segment.length}@{segment.start}"
+            for segment in self.segments
+        )
+
 
 @dataclass
 class SequenceState:

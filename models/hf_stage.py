@@ -199,6 +199,10 @@ class HuggingFaceStage(Stage):
                 found.append(outcome)
         return found
 
+    def describe(self, batch: StageBatch | None) -> str:
+        """See `Batch.describe`."""
+        return "" if batch is None else batch.batch.describe()
+
     def cost(self, batch: StageBatch | None) -> list[tuple[int, int]]:
         """(prefix, tokens) of each segment."""
         return [] if batch is None else [(segment.start, segment.length) for segment in batch.batch.segments]

@@ -278,6 +278,10 @@ class ToyStage(Stage):
                 found.append(Sampled(segment.seq, token, () if asked is None else self._logprobs(token, asked)))
         return found
 
+    def describe(self, batch: ToyBatch | None) -> str:
+        """See `Batch.describe`."""
+        return "" if batch is None else batch.batch.describe()
+
     def cost(self, batch: ToyBatch | None) -> list[tuple[int, int]]:
         """(prefix, tokens) of each segment."""
         return [] if batch is None else [(segment.start, segment.length) for segment in batch.batch.segments]
