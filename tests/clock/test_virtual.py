@@ -256,6 +256,15 @@ def test_a_deadlock_is_an_error_that_says_who_waits_where() -> None:
     assert all("Event.wait (locks.py:" in line for line in lines[2:])
 
 
+def test_cancelled_timers_do_not_hide_a_deadlock() -> None:
+    async def main() -> None:
+        asyncio.get_running_loop().call_later(7, int).cancel()
+        await asyncio.Event().wait()
+
+    with pytest.raises(DeadlockError, match="at 0.000000 s"):
+        run(main())
+
+
 def test_after_a_deadlock_the_tasks_are_cancelled_and_cleaned_up() -> None:
     cleaned: list[str] = []
 

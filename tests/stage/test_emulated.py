@@ -104,6 +104,25 @@ def test_a_long_chain_of_callbacks_completes_in_order(run: Any, fired: Any) -> N
     run(main())
 
 
+def test_what_a_callback_launches_completes_after_the_other_callbacks(run: Any, fired: Any) -> None:
+    async def main() -> None:
+        device, order, last = device_of(), [], Completion()
+
+        def launch_more() -> None:
+            more = device.launch(lambda: None, cost=0)
+            more.event.add_done_callback(lambda: (order.append("more"), last.fire()))
+            order.append("first")
+
+        first = device.launch(lambda: None, cost=0.001)
+        first.event.add_done_callback(launch_more)
+        first.event.add_done_callback(lambda: order.append("second"))
+        await fired(last)
+        assert order == ["first", "second", "more"]
+        await device.aclose()
+
+    run(main())
+
+
 def test_deferred_work_sees_inputs_as_they_are_at_the_end(run: Any, fired: Any) -> None:
     async def main() -> None:
         for defer, expected in ((False, 1.0), (True, 5.0)):

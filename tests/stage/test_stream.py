@@ -91,6 +91,7 @@ WORKS = {
     "pass-through": lambda x: x,
     "view": lambda x: x[2:],
     "expanded": lambda x: x[:1].expand(4),
+    "expanded, fresh": lambda x: (x[:1] + 1).expand(4),
     "reversed": lambda x: x.flip(0).view(2, 4).t(),
 }
 
@@ -209,9 +210,10 @@ def test_a_stage_that_overwrites_what_it_gave_away_is_named(run: Any, fired: Any
     async def main() -> None:
         stream, kept = device(), torch.zeros(2)
         launches = [stream.launch(lambda: kept.add_(1)) for _ in range(2)]
-        await fired(launches[0].event)
-        assert kept.isnan().all()  # whoever reads the first output now gets what the second left there
+        seen: list[bool] = []
+        launches[0].event.add_done_callback(lambda: seen.append(bool(kept.isnan().all())))
         await fired(launches[1].event)
+        assert seen == [True]  # whoever read the first output got what the second had left there
         assert kept.tolist() == [2, 2]
         assert stream.faults == ["stream#2 wrote into an output of stream#1 before its event"]
         await stream.aclose()
