@@ -1,5 +1,84 @@
-"""To be written."""
+"""`pipelined bench prefill`: time to first token of a long prompt, beside a baseline in the same run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+from pipelined.cli.measure import Baseline, measure_prefill, median, prompt_tokens, run_async
+from pipelined.cli.options import add_engine_options, add_trace_option, engine_config
+from pipelined.errors import ConfigError
+
+if TYPE_CHECKING:
+    import argparse
+
+__all__ = ["add_parser"]
 
 
-def add_parser(kinds):
-    pass
+def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the kind."""
+    parser = kinds.add_parser("prefill", help="time to first token of a long prompt", description=__doc__)
+    add_engine_options(parser)
+    parser.add_argument("--prompt-tokens", type=int, default=4096, metavar="N", help="length (default: 4096)")
+    parser.add_argument("--requests", type=int, default=3, metavar="R", help="measured prompts (default: 3)")
+    parser.add_argument("--baseline", choices=("transformers",), help="measure it too, in turn with ours")
+    parser.add_argument("--baseline-threads", type=int, metavar="T", help="default: threads of all our ranks together")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_trace_option(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run it."""
+    if arguments.requests < 1:
+        raise ConfigError(f"--requests {arguments.requests}: expected 1 or more")
+    result = run_async(_prefill(arguments))
+    if arguments.json:
+        print(json.dumps(result))
+        return 0
+    print(f"pipelined     pp {result['pp_size']}: {result['ttft_s']:.3f} s, {result['tokens_per_s']:.1f} tokens/s")
+    if (other := result["baseline"]) is not None:
+        print(
+            f"{other['name']}  {other['threads']} threads: {other['ttft_s']:.3f} s, "
+            f"{other['tokens_per_s']:.1f} tokens/s"
+        )
+    return 0
+
+
+async def _prefill(arguments: argparse.Namespace) -> dict[str, Any]:
+    from pipelined.cli.report import Report
+    from pipelined.llm import AsyncLLM
+
+    config = engine_config(arguments, disable_radix_cache=True)
+    llm = AsyncLLM(config)
+    tokens = prompt_tokens(llm.info, arguments.prompt_tokens)
+    threads = arguments.baseline_threads or config.threads * config.pp_size
+    baseline = Baseline.load(llm.info, threads) if arguments.baseline else None
+    ours: list[float] = []
+    theirs: list[float] = []
+    async with llm:
+        await measure_prefill(llm, tokens[: min(len(tokens), 512)])
+        if baseline is not None:
+            await asyncio.to_thread(baseline.prefill_s, tokens[:512])
+        report = await Report.begin(llm)
+        for _ in range(arguments.requests):
+            ours.append(await measure_prefill(llm, tokens))
+            if baseline is not None:
+                theirs.append(await asyncio.to_thread(baseline.prefill_s, tokens))
+        await report.end()
+    report.write(arguments.trace, arguments.timeline)
+    return {
+        "pp_size": config.pp_size,
+        "prompt_tokens": len(tokens),
+        "ttft_s": median(ours),
+        "tokens_per_s": len(tokens) / median(ours),
+        "baseline": {
+            "name": arguments.baseline,
+            "threads": threads,
+            "ttft_s": median(theirs),
+            "tokens_per_s": len(tokens) / median(theirs),
+        }
+        if theirs
+        else None,
+    }

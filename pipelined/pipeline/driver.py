@@ -319,15 +319,18 @@ class Driver:
             return  # likewise
 
     async def _heartbeat(self) -> None:
+        heard_s = self._heard_s
         try:
             for number in itertools.count():
+                slept_s = self.clock.now()
                 await self.clock.sleep(HEARTBEAT_S)
+                now_s = self.clock.now()
+                stalled_s = now_s - slept_s - HEARTBEAT_S  # this loop's own delay is nobody else's silence
                 for rank, link in self.links.health.items():
-                    silent_s = self.clock.now() - self._heard_s.get(rank, self.clock.now())
-                    self._heard_s.setdefault(rank, self.clock.now())
-                    if silent_s > HEARTBEAT_BOUND_S:
-                        name = self._stage_name(rank)
-                        self.lose(RankLostError(f"no heartbeat for {silent_s:.1f} s", rank=rank, stage=name))
+                    heard_s[rank] = min(now_s, heard_s.get(rank, now_s) + max(0.0, stalled_s))
+                    if now_s - heard_s[rank] > HEARTBEAT_BOUND_S:
+                        text = f"no heartbeat for {now_s - heard_s[rank]:.1f} s"
+                        self.lose(RankLostError(text, rank=rank, stage=self._stage_name(rank)))
                         return
                     await link.send(_encode(Ping(number)))
         except TransportError:
