@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ShmEndpoint", "ShmTransport"]
 
+_MESSAGE, _TENSOR = int(Kind.MESSAGE), int(Kind.TENSOR)  # plain numbers where it is hot
 _ARENA_MIB = 1024
 _HEADROOM_BYTES = 64 << 10  # of a frame, beyond the message or metadata in it
 _RETRY_S = 0.01
@@ -192,33 +193,33 @@ class ShmEndpoint(BaseEndpoint):
             return
         lost = functools.partial(self._link_lost, peer)
         channel.limit_bytes = self.spec.max_message_bytes + _HEADROOM_BYTES
-        channel.on_frame = functools.partial(self._frame, peer)
+        link = self._links[peer] = ShmLink(channel, self.spec, self._arena_bytes, lost)
+        channel.on_frame = functools.partial(self._frame, peer, link)
         channel.on_end = lost
-        self._links[peer] = ShmLink(channel, self.spec, self._arena_bytes, lost)
         self._attach(peer)
 
     # ---- a link's life ----
 
-    def _frame(self, peer: Peer, kind: int, lane: int, body: memoryview) -> None:
+    def _frame(self, peer: Peer, link: ShmLink, kind: int, lane: int, body: memoryview) -> None:
         try:
-            if kind == Kind.TENSOR:
-                self._tensor_lane(peer, lane).on_tensor(body)
+            if kind == _MESSAGE:
+                (link.messages[lane] or self._message_lane(peer, lane)).arrive(bytes(body))
+            elif kind == _TENSOR:
+                (link.tensors[lane] or self._tensor_lane(peer, lane)).on_tensor(body)
             elif kind == Kind.FREE:
                 self._tensor_lane(peer, lane).on_free(body)
-            elif kind == Kind.MESSAGE:
-                self._message_lane(peer, lane).arrive(bytes(body))
             elif kind == Kind.CREDIT:
                 self._message_lane(peer, lane).grant(int.from_bytes(body, "little"))
             elif kind == Kind.SEGMENT:
-                self._tensor_lane(peer, lane).on_segment(body, self._links[peer].channel.take_fd())
+                self._tensor_lane(peer, lane).on_segment(body, link.channel.take_fd())
             elif kind == Kind.DROP:
                 self._tensor_lane(peer, lane).on_drop(body)
             elif kind == Kind.BYE:
-                self._links[peer].close()
+                link.close()
                 self._peer_ended(peer)
             else:
                 raise ProtocolError(f"a frame of unknown kind {kind}")
-        except (struct.error, msgspec.MsgspecError, ValueError, OSError) as error:
+        except (struct.error, msgspec.MsgspecError, ValueError, IndexError, OSError) as error:
             raise ProtocolError(f"a frame of kind {kind} on lane {lane} can't be used: {error}") from error
 
     def _tensor_lane(self, peer: Peer, lane: int) -> ShmTensors:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["Channel"]
 
 _HEAD = struct.Struct("<IBB")  # body length, kind, lane
+_HEAD_BYTES = _HEAD.size
+_pack_head, _unpack_head = _HEAD.pack, _HEAD.unpack_from
 _BUFFER_BYTES = 128 << 10
 _WRITE_BYTES = 256 << 10
 _JOIN_BYTES = 32 << 10
@@ -85,22 +87,25 @@ class Channel:
 
     # ---- sending ----
 
-    def queue(self, kind: int, lane: int, *parts: bytes) -> None:
+    def queue(self, kind: int, lane: int, body: bytes = b"") -> None:
         """Send a frame soon; without effect once the channel is over."""
         if self._closed or self._deaf:
             return
-        self._out.append(_HEAD.pack(sum(map(len, parts)), kind, lane))
-        self._out.extend(parts)
-        self.wake()
+        out = self._out
+        out.append(_pack_head(len(body), kind, lane))
+        out.append(body)
+        if not self._scheduled and not self._blocked:
+            self._scheduled = True
+            self._loop.call_soon(self._write)
 
-    def queue_with_fd(self, fd: int, kind: int, lane: int, *parts: bytes) -> None:
+    def queue_with_fd(self, fd: int, kind: int, lane: int, body: bytes) -> None:
         """Send a frame that a descriptor travels with. The descriptor is closed once it has left."""
         if self._closed or self._deaf:
             os.close(fd)
             return
         self._seal_batch()
         self._out_fd = fd
-        self.queue(kind, lane, *parts)
+        self.queue(kind, lane, body)
 
     def wake(self) -> None:
         """See to it that there is a write at the end of this iteration."""
@@ -143,7 +148,7 @@ class Channel:
             return
         if self.before_write is not None and not self._blocked:
             self.before_write()
-        if len(self._batches) == 0 and self._out_fd < 0 and self._write_small():
+        if not self._batches and self._out_fd < 0 and self._write_small():
             return
         self._seal_batch()
         try:
@@ -166,9 +171,9 @@ class Channel:
         """The usual case in one call; False if there is something left to do."""
         if not self._out:
             return True
-        frame = b"".join(self._out) if len(self._out) > 1 else self._out[0]
-        if len(frame) > _WRITE_BYTES:
+        if sum(map(len, self._out)) > _WRITE_BYTES:
             return False
+        frame = b"".join(self._out)
         self._out.clear()
         try:
             sent = self._sock.send(frame)
@@ -180,7 +185,8 @@ class Channel:
         if sent < len(frame):
             self._batches.append((-1, deque([memoryview(frame)[sent:]])))
             return False
-        self._unblock()
+        if self._blocked or self._drained is not None:
+            self._unblock()
         return True
 
     def _send_some(self, fd: int, parts: deque[memoryview]) -> bool:
@@ -232,7 +238,10 @@ class Channel:
         return self._fds.popleft()
 
     def _readable(self) -> None:
-        target = self._in_view[self._have :] if self._long is None else memoryview(self._long)[self._long_have :]
+        if self._long is None:
+            target = self._in_view[self._have :] if self._have else self._in_view
+        else:
+            target = memoryview(self._long)[self._long_have :]
         try:
             count, ancillary, _, _ = self._sock.recvmsg_into([target], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
         except (BlockingIOError, InterruptedError):
@@ -257,19 +266,19 @@ class Channel:
 
     def _parse(self) -> None:
         at, have, view = 0, self._have, self._in_view
-        while have - at >= _HEAD.size:
-            length, kind, lane = _HEAD.unpack_from(view, at)
+        while have - at >= _HEAD_BYTES:
+            length, kind, lane = _unpack_head(view, at)
             if length > self.limit_bytes:
                 raise ProtocolError(f"a frame of {length} bytes; the limit is {self.limit_bytes}")
-            end = at + _HEAD.size + length
+            end = at + _HEAD_BYTES + length
             if end > have:
-                if _HEAD.size + length > _BUFFER_BYTES:
-                    self._long = bytearray(_HEAD.size + length)
+                if _HEAD_BYTES + length > _BUFFER_BYTES:
+                    self._long = bytearray(_HEAD_BYTES + length)
                     self._long_have = have - at
                     self._long[: self._long_have] = view[at:have]
                     at = have
                 break
-            self.on_frame(kind, lane, view[at + _HEAD.size : end])
+            self.on_frame(kind, lane, view[at + _HEAD_BYTES : end])
             if self._closed:
                 return
             at = end
@@ -283,8 +292,8 @@ class Channel:
         if self._long_have < len(frame):
             return
         self._long = None
-        _, kind, lane = _HEAD.unpack_from(frame)
-        self.on_frame(kind, lane, memoryview(frame)[_HEAD.size :])
+        _, kind, lane = _unpack_head(frame)
+        self.on_frame(kind, lane, memoryview(frame)[_HEAD_BYTES:])
 
     def _keep_fds(self, ancillary: list[tuple[int, int, bytes]]) -> None:
         for level, kind, data in ancillary:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import ctypes
 import enum
 import struct
 import weakref
@@ -14,7 +15,8 @@ import torch
 
 from pipelined.errors import FrameTooLarge, ProtocolError
 from pipelined.messages import TensorHeader
-from pipelined.transport.buffers import copy_sliced, raw_bytes
+from pipelined.transport import Lane
+from pipelined.transport.buffers import COPY_SLICE_BYTES, copy_sliced, dtype_of, raw_bytes
 from pipelined.transport.lanes import MessageLane, TensorLane
 
 from .arena import Arena, Segment, Slot, map_segment
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pipelined.messages import Peer
-    from pipelined.transport import EndpointSpec, Event, Lane, Transfer
+    from pipelined.transport import EndpointSpec, Event, Transfer
 
     from .shm_channel import Channel
 
@@ -38,9 +40,6 @@ _HOARD_BYTES = 256 << 10
 _PLACE = struct.Struct("<IIQQ")  # slot, segment, offset, size
 _SEGMENT = struct.Struct("<IQ")  # number, size
 _NUMBER = struct.Struct("<I")
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(TensorHeader)
 
 
 class Kind(enum.IntEnum):
@@ -59,6 +58,12 @@ class Kind(enum.IntEnum):
     BYE = 10
 
 
+_MESSAGE, _TENSOR = int(Kind.MESSAGE), int(Kind.TENSOR)  # plain numbers where it is hot
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(TensorHeader)
+
+
 class ShmLink:
     """What the lanes to one peer share: the channel, and when frees and credits are sent."""
 
@@ -71,7 +76,10 @@ class ShmLink:
         self.spec = spec
         self.arena_bytes = arena_bytes
         self.loop = asyncio.get_running_loop()
+        self.messages: list[ShmMessages | None] = [None] * len(Lane)
+        self.tensors: list[ShmTensors | None] = [None] * len(Lane)
         self._owing: list[ShmMessages | ShmTensors] = []
+        self._pressing = False
         self._timer: asyncio.TimerHandle | None = None
         channel.before_write = self.pay
 
@@ -83,13 +91,15 @@ class ShmLink:
             lane.owing = True
             self._owing.append(lane)
         if urgent:
+            self._pressing = True
             self.channel.wake()
         elif self._timer is None:
             self._timer = self.spec.clock.call_at(self.spec.clock.now() + LAZY_S, self._late)
 
     def pay(self) -> None:
         """Queue what is owed."""
-        if self._owing:
+        if self._pressing:
+            self._pressing = False
             owing, self._owing = self._owing, []
             for lane in owing:
                 lane.owing = False
@@ -98,6 +108,7 @@ class ShmLink:
     def _late(self) -> None:
         self._timer = None
         if self._owing:
+            self._pressing = True
             self.channel.wake()
 
     def close(self) -> None:
@@ -114,13 +125,16 @@ class ShmMessages(MessageLane):
     def __init__(self, link: ShmLink, peer: Peer, lane: Lane, window: int) -> None:
         spec = link.spec
         super().__init__(spec.me, peer, lane, spec.epoch, window, spec.max_message_bytes)
+        link.messages[lane] = self
         self.owing = False
         self._link = link
+        self._channel = link.channel
+        self._number = int(lane)
         self._consumed = 0
 
     def transmit(self, frame: bytes) -> None:
         """See `MessageLane`."""
-        self._link.channel.queue(Kind.MESSAGE, self.lane, frame)
+        self._channel.queue(_MESSAGE, self._number, frame)
 
     def consumed(self) -> None:
         """See `MessageLane`."""
@@ -143,17 +157,32 @@ class _ViewWatch(weakref.ref[memoryview]):
 
 
 class _Parcel:
-    """A tensor in the peer's memory."""
+    """A tensor in the peer's memory. Every tensor made from it keeps `_buffer` alive."""
 
-    __slots__ = ("_lane", "_slot", "header", "raw")
+    __slots__ = ("_buffer", "_lane", "_slot", "header", "size_bytes")
 
-    def __init__(self, header: TensorHeader, raw: torch.Tensor, lane: ShmTensors, slot: int) -> None:
+    def __init__(self, header: TensorHeader, buffer: memoryview, size_bytes: int, lane: ShmTensors, slot: int) -> None:
         self.header = header
-        self.raw = raw
+        self.size_bytes = size_bytes
+        self._buffer = buffer
         self._lane = lane
         self._slot = slot
 
+    @property
+    def raw(self) -> torch.Tensor:
+        """See `Parcel`."""
+        return torch.frombuffer(self._buffer, dtype=torch.uint8)[: self.size_bytes]
+
+    def tensor(self) -> torch.Tensor:
+        """See `Parcel`."""
+        dtype, shape = dtype_of(self.header.dtype), self.header.shape
+        if self.size_bytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        flat = torch.frombuffer(self._buffer, dtype=dtype)
+        return flat if len(shape) == 1 else flat.view(shape)
+
     def release(self) -> None:
+        """See `Parcel`."""
         self._lane.free(self._slot)
 
 
@@ -162,8 +191,10 @@ class ShmTensors(TensorLane):
 
     def __init__(self, link: ShmLink, peer: Peer, lane: Lane, window: int) -> None:
         super().__init__(link.spec.me, peer, lane, link.spec.epoch, window)
+        link.tensors[lane] = self
         self.owing = False
         self._link = link
+        self._number = int(lane)
         self._arena = Arena(link.arena_bytes, self._lease_returned)
         self._stuck: Callable[[], None] | None = None  # a send that waits for memory
         self._maps: dict[int, memoryview] = {}
@@ -208,15 +239,19 @@ class ShmTensors(TensorLane):
         if slot is None:
             self._stuck = lambda: self.transmit(header, tensor, sent)
             return
-        place = slot.segment.memory[slot.offset : slot.offset + size_bytes]
+        if size_bytes <= COPY_SLICE_BYTES and tensor.is_cpu:
+            ctypes.memmove(slot.address, tensor.data_ptr(), size_bytes)
+            self._announce(header, slot, size_bytes)
+            sent()
+            return
 
         def copied() -> None:
             if self.alive:
                 self._announce(header, slot, size_bytes)
             sent()
 
-        target = torch.frombuffer(place, dtype=torch.uint8) if size_bytes else torch.empty(0, dtype=torch.uint8)
-        copy_sliced(target, raw_bytes(tensor), copied, wanted=lambda: self.alive)
+        place = slot.segment.memory[slot.offset : slot.offset + size_bytes]
+        copy_sliced(torch.frombuffer(place, dtype=torch.uint8), raw_bytes(tensor), copied, wanted=lambda: self.alive)
 
     def _announce(self, header: TensorHeader, slot: Slot, size_bytes: int) -> None:
         channel, arena = self._link.channel, self._arena
@@ -228,7 +263,7 @@ class ShmTensors(TensorLane):
             place = _SEGMENT.pack(segment.number, segment.size_bytes)
             channel.queue_with_fd(segment.take_fd(), Kind.SEGMENT, self.lane, place)
         place = _PLACE.pack(slot.number, segment.number, slot.offset, size_bytes)
-        channel.queue(Kind.TENSOR, self.lane, place, _encoder.encode(header))
+        channel.queue(_TENSOR, self._number, place + _encoder.encode(header))
 
     def on_free(self, body: memoryview) -> None:
         """The peer has released slots.
@@ -305,11 +340,10 @@ class ShmTensors(TensorLane):
         if self._over is not None:
             return
         buffer = memory[offset : offset + max(1, size_bytes)]
-        raw = torch.frombuffer(buffer, dtype=torch.uint8, count=size_bytes) if size_bytes else _nothing(buffer)
         watch = _ViewWatch(buffer, _view_died)
         watch.lane, watch.slot = self, slot
         self._held[slot] = (watch, size_bytes)
-        self.arrive(_Parcel(header, raw, self, slot))
+        self.arrive(_Parcel(header, buffer, size_bytes, self, slot))
 
     def free(self, slot: int) -> None:
         """A slot is needed no longer, here."""
@@ -336,8 +370,3 @@ class ShmTensors(TensorLane):
 def _view_died(watch: weakref.ref[memoryview]) -> None:
     assert isinstance(watch, _ViewWatch)
     watch.lane.view_died(watch.slot)
-
-
-def _nothing(buffer: memoryview) -> torch.Tensor:
-    """An empty tensor that keeps `buffer` alive, as the others do."""
-    return torch.frombuffer(buffer, dtype=torch.uint8, count=1)[:0]

@@ -64,8 +64,9 @@ def payload_bytes(header: TensorHeader) -> int:
     Raises:
         ProtocolError: Unknown dtype or negative size.
     """
-    if header.shape and min(header.shape) < 0:
-        raise ProtocolError(f"a tensor header has shape {list(header.shape)}; sizes are 0 or more")
+    for size in header.shape:
+        if size < 0:
+            raise ProtocolError(f"a tensor header has shape {list(header.shape)}; sizes are 0 or more")
     return math.prod(header.shape) * dtype_of(header.dtype).itemsize
 
 
@@ -79,7 +80,8 @@ def tensor_over(raw: torch.Tensor, header: TensorHeader) -> torch.Tensor:
     dtype = dtype_of(header.dtype)
     if raw.numel() == 0:
         return torch.empty(header.shape, dtype=dtype)
-    return raw.view(dtype).view(header.shape)
+    flat = raw.view(dtype)
+    return flat if len(header.shape) == 1 else flat.view(header.shape)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, start: int, end: int) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Protocol
 
 from pipelined.errors import ClosedError
+from pipelined.transport.buffers import tensor_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,8 +31,17 @@ class Parcel(Protocol):
         ...
 
     @property
+    def size_bytes(self) -> int:
+        """How much data there is."""
+        ...
+
+    @property
     def raw(self) -> torch.Tensor:
         """The data, flat uint8."""
+        ...
+
+    def tensor(self) -> torch.Tensor:
+        """The data with the header's shape and dtype; no copy. The header has been checked against `size_bytes`."""
         ...
 
     def release(self) -> None:
@@ -50,6 +60,15 @@ class OwnedParcel:
         self.raw = raw
         self._on_release: Callable[[], None] | None = on_release
         self._loop = asyncio.get_running_loop()
+
+    @property
+    def size_bytes(self) -> int:
+        """See `Parcel`."""
+        return self.raw.numel()
+
+    def tensor(self) -> torch.Tensor:
+        """See `Parcel`."""
+        return tensor_over(self.raw, self.header)
 
     def release(self) -> None:
         """See `Parcel`."""

@@ -61,6 +61,7 @@ class TensorLane(LaneEnd, abc.ABC):
 
     def __init__(self, me: Peer, peer: Peer, lane: Lane, epoch: int, window: int) -> None:
         super().__init__(me, peer, lane, epoch, window)
+        self._peer_name = str(peer)
         self._outgoing: deque[_Outgoing] = deque()
         self._leaving: _Outgoing | None = None
         self._pumping = False
@@ -97,7 +98,7 @@ class TensorLane(LaneEnd, abc.ABC):
         dtype_of(dtype)
         self._spend()
         header = msgspec.structs.replace(header, epoch=self.epoch, shape=tuple(tensor.shape), dtype=dtype)
-        transfer: Transfer[None] = Transfer(f"send {header.step}.{header.index} to {self.peer}", keep=tensor)
+        transfer: Transfer[None] = Transfer(f"send {header.step}.{header.index} to {self._peer_name}", keep=tensor)
         self._outgoing.append(_Outgoing(header, tensor, after, transfer))
         if after is not None and not after.done():
             after.add_done_callback(self._pump)
@@ -151,7 +152,7 @@ class TensorLane(LaneEnd, abc.ABC):
                 f"the buffer for step {seq[0]}, tensor {seq[1]} is not contiguous; receive into one that is"
             )
         transfer: Transfer[ReceivedParcel] = Transfer(
-            f"recv {seq[0]}.{seq[1]} from {self.peer}", keep=into, withdraw=self._withdraw
+            f"recv {seq[0]}.{seq[1]} from {self._peer_name}", keep=into, withdraw=self._withdraw
         )
         if self._over is not None and not (self._ended and self._arrived):
             transfer.fail(self._over)
@@ -168,10 +169,10 @@ class TensorLane(LaneEnd, abc.ABC):
         Raises:
             ProtocolError: The header does not fit the data; the link can't be trusted any more.
         """
-        if payload_bytes(parcel.header) != parcel.raw.numel():
+        if payload_bytes(parcel.header) != parcel.size_bytes:
             raise ProtocolError(
                 f"a tensor of shape {list(parcel.header.shape)} and dtype {parcel.header.dtype} came with "
-                f"{parcel.raw.numel()} bytes on {self!r}"
+                f"{parcel.size_bytes} bytes on {self!r}"
             )
         if self._over is not None:
             parcel.release()
@@ -204,16 +205,16 @@ class TensorLane(LaneEnd, abc.ABC):
 
     def _problem(self, posted: _Posted, parcel: Parcel) -> TransportError | None:
         header = parcel.header
-        if (header.epoch, *header.seq) != (self.epoch, *posted.seq):
+        if header.epoch != self.epoch or (header.step, header.index) != posted.seq:
             return LaneMismatch(
                 f"{self.me} expected step {posted.seq[0]}, tensor {posted.seq[1]} of epoch {self.epoch} from "
                 f"{self.peer} on {self.lane.name}; got step {header.step}, tensor {header.index}, epoch {header.epoch}"
             )
         if posted.into is None:
             return None
-        if parcel.raw.numel() > posted.into.nbytes:
+        if parcel.size_bytes > posted.into.nbytes:
             return Truncated(
-                f"step {header.step}, tensor {header.index} from {self.peer} has {parcel.raw.numel()} bytes; "
+                f"step {header.step}, tensor {header.index} from {self.peer} has {parcel.size_bytes} bytes; "
                 f"the buffer has {posted.into.nbytes}"
             )
         if posted.into.data_ptr() % dtype_of(header.dtype).itemsize:
@@ -225,7 +226,7 @@ class TensorLane(LaneEnd, abc.ABC):
     def _deliver(self, posted: _Posted, parcel: Parcel) -> None:
         header = parcel.header
         if posted.into is None:
-            posted.transfer.finish(ReceivedParcel(header, tensor_over(parcel.raw, header), parcel))
+            posted.transfer.finish(ReceivedParcel(header, parcel.tensor(), parcel))
             return
         target = raw_bytes(posted.into)
         self._copying = posted
@@ -234,7 +235,7 @@ class TensorLane(LaneEnd, abc.ABC):
             parcel.release()
             if self._copying is posted:
                 self._copying = None
-                tensor = tensor_over(target[: parcel.raw.numel()], header)
+                tensor = tensor_over(target[: parcel.size_bytes], header)
                 posted.transfer.finish(ReceivedParcel(header, tensor, None))
                 self._match()
 
