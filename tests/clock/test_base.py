@@ -92,7 +92,7 @@ def test_an_alarm_is_never_early_and_hardly_late(world: tuple[str, Clock]) -> No
             lateness.append(await rung - when_s)
         alarm.close()
         assert min(lateness) >= 0
-        assert sorted(lateness)[20] < 0.003
+        assert sorted(lateness)[20] < 0.01
 
     run(loop, main)
 
@@ -105,10 +105,10 @@ def test_setting_an_alarm_again_replaces_the_time(world: tuple[str, Clock]) -> N
         alarm = Alarm(clock, lambda: rung.append(clock.now()))
         began_s = clock.now()
         alarm.set(began_s + 0.002)
-        alarm.set(began_s + 0.02)
-        await clock.sleep(0.01)
+        alarm.set(began_s + 0.2)
+        await clock.sleep(0.02)
         assert rung == []
-        await clock.sleep(0.03)
+        await clock.sleep(0.2)
         assert len(rung) == 1
         alarm.set(clock.now() + 0.001)
         alarm.close()

@@ -261,7 +261,7 @@ def test_cancelled_timers_do_not_hide_a_deadlock() -> None:
         asyncio.get_running_loop().call_later(7, int).cancel()
         await asyncio.Event().wait()
 
-    with pytest.raises(DeadlockError, match="at 0.000000 s"):
+    with pytest.raises(DeadlockError, match=r"at 0\.000000 s"):
         run(main())
 
 
