@@ -13,10 +13,10 @@ from pipelined.llm.text import TextStream
 from pipelined.messages import Request, pack_tokens, unpack_tokens
 
 if TYPE_CHECKING:
-    from pipelined import messages
     from pipelined.errors import PipelinedError
     from pipelined.llm.text import Tokenizer
-    from pipelined.messages import SamplingParams
+    from pipelined.messages import RequestOutput as News
+    from pipelined.messages import SamplingParams, TokenLogprob
 
 __all__ = ["LiveRequest", "with_seed"]
 
@@ -65,7 +65,7 @@ class LiveRequest:
         """Sub-ids that rank 0 still works on."""
         return [self.sub_id(choice.index) for choice in self.output.outputs if not choice.finished]
 
-    def hear(self, choice: int, news: messages.RequestOutput, now_s: float) -> bool:
+    def hear(self, choice: int, news: News, now_s: float) -> bool:
         """Take in news of one continuation.
 
         Returns:
@@ -103,7 +103,7 @@ class LiveRequest:
         self._changed.set()
         return False
 
-    def _add_logprobs(self, mine: CompletionOutput, entry: tuple[messages.TokenLogprob, ...]) -> None:
+    def _add_logprobs(self, mine: CompletionOutput, entry: tuple[TokenLogprob, ...]) -> None:
         mine.logprobs = (mine.logprobs or []) + logprobs_of([entry], self._tokenizer.token_text)
         mine.cumulative_logprob = (mine.cumulative_logprob or 0.0) + entry[0].logprob
 

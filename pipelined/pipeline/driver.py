@@ -278,7 +278,7 @@ class Driver:
         try:
             async with self.clock.timeout(timeout_s):
                 for wait in waits.values():
-                    await asyncio.wait([wait, self.failure], return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait((wait, self.failure), return_when=asyncio.FIRST_COMPLETED)
                     if not wait.done():
                         raise self.failure.result()
         except TimeoutError as error:
