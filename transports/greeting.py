@@ -80,21 +80,27 @@ class Greeter:
         """Whether a listener's proof is one of the same secret."""
         return hmac.compare_digest(self.answer(challenge), answer)
 
-    def check(self, encoded: bytes, challenge: bytes) -> Hello:
-        """Decode and check what came as the first frame of a link.
+    @staticmethod
+    def decode(encoded: bytes) -> Hello:
+        """What came as the first frame of a link.
+
+        Raises:
+            HandshakeError: It is no hello.
+        """
+        if len(encoded) > HELLO_LIMIT_BYTES:
+            raise HandshakeError(f"a hello of {len(encoded)} bytes; the limit is {HELLO_LIMIT_BYTES}")
+        return decode_hello(encoded)
+
+    def check(self, theirs: Hello, challenge: bytes) -> None:
+        """Check the proof of a hello and all that both sides have to agree on.
 
         Raises:
             HandshakeError: Names what differs.
         """
-        if len(encoded) > HELLO_LIMIT_BYTES:
-            raise HandshakeError(f"a hello of {len(encoded)} bytes; the limit is {HELLO_LIMIT_BYTES}")
-        theirs = decode_hello(encoded)
         proven = hmac.compare_digest(self._proof(challenge, theirs).encode(), theirs.secret.encode())
         # As if it had carried the secret itself; any other text stands for a wrong one.
         shown = self._hello.secret if proven else f"not {self._hello.secret}"
-        theirs = msgspec.structs.replace(theirs, secret=shown)
-        check_hello(self._hello, theirs)
-        return theirs
+        check_hello(self._hello, msgspec.structs.replace(theirs, secret=shown))
 
     def _proof(self, challenge: bytes, hello: Hello) -> str:
         message = challenge + encode_hello(msgspec.structs.replace(hello, secret=""))

@@ -16,7 +16,7 @@ from . import greeting
 from .wire import Messages, Tensors
 
 if TYPE_CHECKING:
-    from pipelined.messages import Peer
+    from pipelined.messages import Hello, Peer
     from pipelined.transport import Capabilities, EndpointSpec, Lane
     from pipelined.transport.lanes import MessageLane, TensorLane
 
@@ -42,7 +42,8 @@ class SocketEndpoint(BaseEndpoint):
         super().__init__(spec, capabilities)
         self.greeter = greeting.Greeter(self.hello)
         self.channels: dict[Peer, Channel] = {}
-        self._heard: dict[Peer, str] = {}  # hellos that came in the name of a peer and did not fit
+        self._heard: dict[Peer, HandshakeError] = {}  # hellos that came in the name of a peer and did not fit
+        self._broken: dict[Peer, greeting.Address | None] = {}  # addresses at which nobody said hello
 
     @abc.abstractmethod
     def _dial(self, peer: Peer, address: greeting.Address) -> Channel:
@@ -56,17 +57,16 @@ class SocketEndpoint(BaseEndpoint):
 
     async def _connect(self, peer: Peer) -> None:
         try:
-            while (channel := self.channels.get(peer)) is None:
-                self._raise_if_closed()
-                if (address := self._address(peer)) is not None:
-                    channel = self.channels[peer] = self._dial(peer, address)
-                    break
-                await self.spec.clock.sleep(_POLL_S)
             while peer not in self._fates:
                 self._raise_if_closed()
                 if (error := self.refusals.pop(peer, None)) is not None:
                     raise error
-                await self.news()
+                if peer in self.channels:
+                    await self.news()
+                elif (address := self._address(peer)) is not None and address != self._broken.get(peer):
+                    self.channels[peer] = self._dial(peer, address)
+                else:
+                    await self.spec.clock.sleep(_POLL_S)
         finally:
             if peer not in self._fates and (channel := self.channels.pop(peer, None)) is not None:
                 channel.close()
@@ -87,6 +87,8 @@ class SocketEndpoint(BaseEndpoint):
             return f"{peer} (never published an address)"
         if address.epoch != self.spec.epoch:
             return f"{peer} (which is still in epoch {address.epoch})"
+        if peer in self._broken:
+            return f"{peer} (nobody answers at the address that it published)"
         return f"{peer} (published an address, but said no hello)"
 
     def admit(self, encoded: bytes, challenge: bytes, window: int) -> Channel:
@@ -95,22 +97,27 @@ class SocketEndpoint(BaseEndpoint):
         Raises:
             HandshakeError: It does not fit; the text is fit for the other side, too.
         """
-        hello = self.greeter.check(encoded, challenge)
-        peer = hello.me
+        hello = self.greeter.decode(encoded)
         try:
-            if window != self.spec.window:
-                raise HandshakeError(f"{peer} has window {window}, {self.me} has window {self.spec.window}")
-            channel = self.channels.get(peer)
-            if channel is None:
-                if (address := self._address(peer)) is None:
-                    raise HandshakeError(f"{peer} said hello to {self.me}, but published no address to be dialled at")
-                channel = self.channels[peer] = self._dial(peer, address)
-            if channel.gone:
-                raise HandshakeError(f"{self.me} has lost {peer} in this epoch; a new one has to begin")
+            channel = self._fitting(hello, challenge, window)
         except HandshakeError as error:
-            self._heard[peer] = str(error)
+            self._heard[hello.me] = error
             raise
-        self._attach(peer)
+        self._attach(hello.me)
+        return channel
+
+    def _fitting(self, hello: Hello, challenge: bytes, window: int) -> Channel:
+        peer = hello.me
+        self.greeter.check(hello, challenge)
+        if window != self.spec.window:
+            raise HandshakeError(f"{peer} has window {window}, {self.me} has window {self.spec.window}")
+        channel = self.channels.get(peer)
+        if channel is None:
+            if (address := self._address(peer)) is None:
+                raise HandshakeError(f"{peer} said hello to {self.me}, but published no address to be dialled at")
+            channel = self.channels[peer] = self._dial(peer, address)
+        if channel.gone:
+            raise HandshakeError(f"{self.me} has lost {peer} in this epoch; a new one has to begin")
         return channel
 
     # ---- called by channels ----
@@ -129,10 +136,15 @@ class SocketEndpoint(BaseEndpoint):
         """The link is no more, or can't be trusted."""
         if channel.gone:
             return
-        if channel.peer not in self._fates:
-            self.refused(channel, f"{channel.peer} closed the link before it said hello to {self.me}: {why}")
-            return
         channel.close()
+        if channel.peer not in self._fates:
+            # Left over from before, or its owner gave up. Whether it gave up because of us is known if we refused it.
+            self._broken[channel.peer] = greeting.find(self.scheme, self.spec, channel.peer)
+            self.channels.pop(channel.peer, None)
+            if channel.peer in self._heard:
+                self.refusals[channel.peer] = self._heard[channel.peer]
+            self._tell()
+            return
         self._peer_lost(channel.peer, why)
         self._tell()
 
@@ -141,7 +153,7 @@ class SocketEndpoint(BaseEndpoint):
         self._peer_ended(channel.peer)
 
     def farewell(self) -> None:
-        """A peer has read our bye, or said its own."""
+        """A peer has read our bye."""
         self._tell()
 
     # ---- what the base asks for ----

@@ -129,7 +129,7 @@ class Channel(abc.ABC):
     Attributes:
         peer: The other side.
         gone: Closed or lost: nothing leaves and nothing comes any more.
-        bye_read: The peer has read our bye, or has said its own.
+        bye_read: The peer has read our bye.
     """
 
     def __init__(self, endpoint: SocketEndpoint, peer: Peer) -> None:
@@ -269,8 +269,6 @@ class Channel(abc.ABC):
             raise ProtocolError(f"a bye of {len(body)} bytes, not {_COUNTS.size}")
         self.put(Kind.BYE_READ, 0, b"")
         self._last = list(_COUNTS.unpack(body))
-        self.bye_read = True
-        self._endpoint.farewell()
         self._end_if_complete()
 
     def _end_if_complete(self) -> None:

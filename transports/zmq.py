@@ -89,6 +89,7 @@ class _Watched:
         self._loop = endpoint.loop
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, callback)
+        self._loop.call_soon(callback)  # the descriptor gives no sign before the socket has been found empty once
 
     def close(self) -> None:
         """Stop watching, before the number can be another descriptor's."""
@@ -104,6 +105,7 @@ class _Flight:
         self._sent = sent
         self._parts: list[tuple[weakref.ref[memoryview], zmq.MessageTracker]] = []
         self._sealed = False
+        endpoint.flights.add(self)  # nobody else holds it: ZMQ knows the memory only
 
     def send(self, socket: zmq.Socket[bytes], part: memoryview) -> None:
         """Hand over one part."""
@@ -125,6 +127,7 @@ class _Flight:
         self._parts = [(part, tracker) for part, tracker in self._parts if not tracker.done]
         if self._sealed and not self._parts:
             self._sealed = False
+            self._endpoint.flights.discard(self)
             self._sent()
 
 
@@ -243,6 +246,7 @@ class ZmqEndpoint(SocketEndpoint):
         super().__init__(spec, capabilities)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self.heartbeat_ms = heartbeat_ms
+        self.flights: set[_Flight] = set()
         self._router: _Watched | None = None
         self._routes: dict[bytes, Route] = {}
         self._token = b""
