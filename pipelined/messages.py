@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -165,13 +166,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     max_tokens: int = 16
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        # A single stop string and lists are what users write; inside, both are tuples.
+        for field in ("stop", "stop_token_ids"):
+            given = getattr(self, field)
+            if not isinstance(given, tuple):
+                msgspec.structs.force_setattr(
+                    self, field, (given,) if isinstance(given, str | int) else tuple(given or ())
+                )
 
     def check(self) -> None:
         """Refuse what is out of range.
