@@ -113,12 +113,12 @@ async def listening_host(scheme: str, host: str, secret: str) -> tuple[str, bool
     Raises:
         ConfigError: It can't be resolved, is a wildcard, or is reachable from outside and there is no secret.
     """
+    numeric = host.strip("[]")
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(f"{scheme}://{host}: the address to listen on can't be resolved: {error}") from error
-    numeric = str(found[0][4][0])
-    address = ipaddress.ip_address(numeric.split("%")[0])
+        address = ipaddress.ip_address(numeric)
+    except ValueError:
+        numeric = await _resolved(scheme, host)
+        address = ipaddress.ip_address(numeric.split("%")[0])
     if address.is_unspecified:
         raise ConfigError(f"{scheme}://{host}: peers can't reach a wildcard; give this host's own address")
     if not address.is_loopback and not secret:
@@ -126,3 +126,11 @@ async def listening_host(scheme: str, host: str, secret: str) -> tuple[str, bool
             f"{scheme}://{host} can be reached from other hosts, so it needs a shared secret; set one, or use 127.0.0.1"
         )
     return numeric, address.is_loopback
+
+
+async def _resolved(scheme: str, host: str) -> str:
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"{scheme}://{host}: the address to listen on can't be resolved: {error}") from error
+    return str(found[0][4][0])
