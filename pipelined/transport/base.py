@@ -215,7 +215,8 @@ class TensorLink(Protocol):
     def lease(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A writable tensor in the memory that the link sends from, or plain memory where there is none to be had.
 
-        May be called from any thread. A lease that is never sent is taken back when the tensor is garbage.
+        May be called from any thread. A lease is for one send: posting it gives the memory away, so that, unlike other
+        sent buffers, it must not be written to again. One that is never sent is taken back when the tensor is garbage.
         """
         ...
 
