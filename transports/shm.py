@@ -73,7 +73,7 @@ class ShmEndpoint(BaseEndpoint):
         self._strangers: dict[Channel, asyncio.TimerHandle] = {}
         self._notes: dict[Peer, str] = {}
         self._listener = Listener(spec.clock, self._welcome)
-        spec.rendezvous.publish(_address_key(spec.me, spec.epoch), self._listener.path)
+        spec.rendezvous.publish(_address_key(spec.me, spec.epoch), self._listener.address)
         spec.rendezvous.publish(_epoch_key(spec.me), str(spec.epoch))
 
     def _make_messages(self, peer: Peer, lane: Lane) -> ShmMessages:
@@ -100,8 +100,8 @@ class ShmEndpoint(BaseEndpoint):
 
     async def _dial(self, peer: Peer) -> None:
         """One attempt. Returns when it has led to something, or is worth another try."""
-        path = self.spec.rendezvous.get(_address_key(peer, self.spec.epoch))
-        sock = reach(path) if path is not None else None
+        address = self.spec.rendezvous.get(_address_key(peer, self.spec.epoch))
+        sock = reach(address) if address is not None else None
         if sock is None:
             await self.spec.clock.sleep(_RETRY_S)
             return

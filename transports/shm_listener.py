@@ -1,15 +1,16 @@
-"""A listening Unix socket that only processes of the same user get through."""
+"""A listening Unix socket that only processes of the same user get through.
+
+Its name is in the kernel's abstract namespace, so that nothing is left in any folder, however the process ends. Such
+names have no permissions: but nobody can guess it, the kernel tells the user of whoever connects, and a hello follows.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import shutil
+import secrets
 import socket
 import struct
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Listener", "reach"]
 
-_PATH_LIMIT = 100  # of the 108 bytes that the kernel has for it
 _PAUSE_S = 0.1
 _BACKLOG = 256
 
@@ -30,11 +30,11 @@ def _same_user(sock: socket.socket) -> bool:
     return bool(uid == os.geteuid())
 
 
-def reach(path: str) -> socket.socket | None:
-    """Connect to a listener of the same user; None if there is none at `path`, or it is busy. Never blocks."""
+def reach(address: str) -> socket.socket | None:
+    """Connect to a listener of the same user; None if there is none of that address, or it is busy. Never blocks."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
-        sock.connect(path)
+        sock.connect(_name(address))
         if _same_user(sock):
             return sock
     except OSError:
@@ -43,18 +43,21 @@ def reach(path: str) -> socket.socket | None:
     return None
 
 
+def _name(address: str) -> str:
+    """An address that starts with `@` is an abstract name, as tools write it."""
+    return address.replace("@", "\0", 1) if address.startswith("@") else address
+
+
 class Listener:
-    """Listens from construction to `close`, in a directory of its own that only its owner may enter."""
+    """Listens from construction to `close`. `address` is what `reach` takes."""
 
     def __init__(self, clock: Clock, on_connection: Callable[[socket.socket], None]) -> None:
         self._clock = clock
         self._on_connection = on_connection
         self._loop = asyncio.get_running_loop()
-        base = tempfile.gettempdir()
-        self._directory = Path(tempfile.mkdtemp(prefix="pl-", dir=base if len(base) < _PATH_LIMIT - 20 else "/tmp"))
-        self.path = str(self._directory / "s")
+        self.address = f"@pipelined-{secrets.token_hex(16)}"
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        self._sock.bind(self.path)
+        self._sock.bind(_name(self.address))
         self._sock.listen(_BACKLOG)
         self._pause: asyncio.TimerHandle | None = None
         self._listen()
@@ -78,11 +81,9 @@ class Listener:
             sock.close()
 
     def close(self) -> None:
-        """Listen no more, and leave nothing behind."""
+        """Listen no more."""
         if self._pause is not None:
             self._pause.cancel()
         else:
             self._loop.remove_reader(self._sock.fileno())
         self._sock.close()
-        with contextlib.suppress(OSError):
-            shutil.rmtree(self._directory)

@@ -493,6 +493,25 @@ async def test_nothing_is_left_after_many_rounds(make_world: Any) -> None:
     assert len(asyncio.all_tasks()) == 1
 
 
+async def test_opening_may_be_cancelled_at_any_time(make_world: Any) -> None:
+    world = make_world(2)
+    before = len(os.listdir("/proc/self/fd"))
+    for turn in range(25):
+        opening = [asyncio.ensure_future(world.open(rank, epoch=turn)) for rank in (0, 1)]
+        for _ in range(turn):
+            await asyncio.sleep(0)
+        opening[turn % 2].cancel()
+        other = opening[1 - turn % 2]
+        await asyncio.wait([other], timeout=0.02)
+        other.cancel()
+        for end in await asyncio.gather(*opening, return_exceptions=True):
+            if not isinstance(end, BaseException):
+                end.abort()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before + 2  # the loop's own
+    assert len(asyncio.all_tasks()) == 1
+
+
 async def test_repr(open_world: Any) -> None:
     async with open_world() as (a, b):
         assert repr(a).endswith("Endpoint test/0 epoch 0 open, 1 peers>")

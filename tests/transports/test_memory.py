@@ -8,6 +8,8 @@ import threading
 import pytest
 import torch
 
+from pipelined.clock import LoopClock
+from pipelined.clock.virtual import run as run_virtually
 from pipelined.errors import ConfigError, HandshakeError, PeerLost
 from pipelined.messages import Peer, TensorHeader
 from pipelined.transport import EndpointSpec, FileRendezvous, Lane, MemoryRendezvous
@@ -114,3 +116,28 @@ async def test_the_same_order_each_time() -> None:
         return log
 
     assert await once() == await once() == await once()
+
+
+async def _exchange() -> tuple[str, float]:
+    clock, board = LoopClock(), MemoryRendezvous()
+    with pytest.raises(HandshakeError, match="m/1"):
+        await resolve("memory://").open(spec(0, board, clock=clock, open_timeout_s=3600.0))
+    a, b = await asyncio.gather(*(resolve("memory://").open(spec(rank, board, clock=clock)) for rank in (0, 1)))
+    log = []
+    for step in range(20):
+        send = a.tensors(b.me, Lane.HIDDEN).post_send(
+            torch.ones(2_000_000 if step % 7 == 0 else 9), TensorHeader(0, step)
+        )
+        await a.messages(b.me, Lane.SCHEDULE).send(b"step")
+        log.append((await b.messages(a.me, Lane.SCHEDULE).receive(), repr(send)))
+        (await b.tensors(a.me, Lane.HIDDEN).post_recv((step, 0))).release()
+        await clock.sleep(0.5)
+    await a.aclose()
+    b.abort()
+    return repr(log), clock.now()
+
+
+def test_in_virtual_time() -> None:
+    first = run_virtually(_exchange())
+    assert first == run_virtually(_exchange())
+    assert first[1] == pytest.approx(3610)

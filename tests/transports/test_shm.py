@@ -9,9 +9,7 @@ import random
 import resource
 import signal
 import socket
-import stat
 import sys
-import tempfile
 import time
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,6 +24,7 @@ from pipelined.errors import ConfigError, EndOfLane, PeerLost, PipelinedError
 from pipelined.messages import Peer, TensorHeader
 from pipelined.transport import EndpointSpec, FileRendezvous, Lane
 from pipelined.transport.registry import resolve
+from pipelined.transports.shm_listener import reach
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -183,12 +182,16 @@ async def test_a_full_arena_is_back_pressure(tmp_path: Path) -> None:
             del received
 
 
-async def test_the_socket_directory_is_private_and_goes(tmp_path: Path) -> None:
+async def test_only_the_same_user_gets_through(tmp_path: Path, monkeypatch: Any) -> None:
     async with pair(tmp_path) as (a, _):
-        path = Path(a._listener.path)
-        assert len(str(path)) < 100
-        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    assert not path.parent.exists()
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        stranger = socket.socket(socket.AF_UNIX)
+        stranger.connect(a._listener.address.replace("@", "\0"))
+        stranger.setblocking(False)
+        await asyncio.sleep(0.05)
+        assert stranger.recv(1) == b""
+        assert reach(a._listener.address) is None
+        stranger.close()
 
 
 async def test_garbage_on_the_listening_socket(tmp_path: Path) -> None:
@@ -197,7 +200,7 @@ async def test_garbage_on_the_listening_socket(tmp_path: Path) -> None:
         strangers = []
         for round_number in range(100):
             stranger = socket.socket(socket.AF_UNIX)
-            stranger.connect(a._listener.path)
+            stranger.connect(a._listener.address.replace("@", "\0"))
             stranger.setblocking(False)
             fds = [os.open("/dev/null", os.O_RDONLY)] if round_number % 3 == 0 else []
             garbage = rng.choice([rng.randbytes(300), b"\x05\0\0\0\0\0hello", b"\xff\xff\xff\xff\0\0", b"\x09\0"])
@@ -258,15 +261,3 @@ def test_options_are_checked() -> None:
     for uri in ("shm://?arena=1", "shm://?arena_mib=0", "shm://?window=-1"):
         with pytest.raises(ConfigError):
             resolve(uri)
-
-
-def test_a_long_temporary_directory(tmp_path: Path, monkeypatch: Any) -> None:
-    deep = tmp_path / ("d" * 90)
-    deep.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(deep))
-
-    async def body() -> None:
-        async with pair(tmp_path) as (a, _):
-            assert len(a._listener.path) < 100
-
-    asyncio.run(body())
