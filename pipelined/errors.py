@@ -158,6 +158,7 @@ class RankError(PipelinedError):
     """Something went wrong on a rank.
 
     Attributes:
+        reason: What happened, without the place.
         rank: Which rank, or None where it is not known.
         stage: Name of its stage.
         step: Number of the step that it worked on.
@@ -181,6 +182,7 @@ class RankError(PipelinedError):
             if value is not None
         )
         super().__init__(f"{message} [{where}]" if where else message)
+        self.reason = message
         self.rank = rank
         self.stage = stage
         self.step = step

@@ -107,7 +107,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
         """Flatten `error`, with its place if it has one."""
         return cls(
             kind=type(error).__name__,
-            message=str(error),
+            message=error.reason if isinstance(error, errors.RankError) else str(error),
             rank=getattr(error, "rank", None),
             stage=getattr(error, "stage", None),
             step=getattr(error, "step", None),
@@ -120,9 +120,8 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
         kind = getattr(errors, self.kind, None) if self.kind in errors.__all__ else None
         if kind is None or issubclass(kind, errors.RankError):
             cls = kind or errors.StageError
-            text = self.message.rsplit(" [", 1)[0] if self.message.endswith("]") else self.message
             error: errors.RankError = cls(
-                text,
+                self.message,
                 rank=self.rank,
                 stage=self.stage,
                 step=self.step,

@@ -214,8 +214,7 @@ class Driver:
         if error is None:
             self.lose(RankLostError("ended before it was told to", rank=rank, stage=self._stage_name(rank)))
         elif isinstance(error, RankLostError):
-            text = str(error).split(" [")[0]
-            self.lose(RankLostError(text, rank=rank, stage=self._stage_name(rank)))
+            self.lose(RankLostError(error.reason, rank=rank, stage=self._stage_name(rank)))
         elif isinstance(error, PipelinedError):
             self.lose(error)
         else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipelined.errors import PipelinedError
+from pipelined.errors import RankError, RequestCancelled
 from pipelined.messages import ErrorInfo
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pipelined.trace import Tracer
     from pipelined.transport import Topology
 
-__all__ = ["Core", "Counts", "RankContext"]
+__all__ = ["Core", "Counts", "RankContext", "stage_error"]
 
 
 @dataclass
@@ -61,16 +61,25 @@ class Core:
 
     def error_at(self, error: BaseException, step: Step) -> ErrorInfo:
         """An exception of this stage's code, with its place and traceback."""
-        text = "".join(traceback.format_exception(error))
-        ours = isinstance(error, PipelinedError)
-        return ErrorInfo(
-            kind=type(error).__name__ if ours else "StageError",
-            message=str(error) if ours else f"{type(error).__name__}: {error}",
-            rank=self.config.rank,
-            stage=self.stage.name,
-            step=step.number,
-            traceback=text,
-        )
+        return stage_error(error, rank=self.config.rank, stage=self.stage.name, step=step.number)
+
+
+def stage_error(error: BaseException, *, rank: int, stage: str, step: int | None = None) -> ErrorInfo:
+    """What a stage's own code raised, so that it can be raised elsewhere: it keeps its class only where that is one
+    that carries a place, or says that the owner cancelled."""
+    keeps = isinstance(error, RankError | RequestCancelled)
+    return ErrorInfo(
+        kind=type(error).__name__ if keeps else "StageError",
+        message=error.reason
+        if isinstance(error, RankError)
+        else str(error)
+        if keeps
+        else f"{type(error).__name__}: {error}",
+        rank=rank,
+        stage=stage,
+        step=step,
+        traceback="".join(traceback.format_exception(error)),
+    )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 
 from pipelined.errors import ConfigError, ProtocolError
 from pipelined.messages import ErrorInfo, TensorHeader
+from pipelined.transport.buffers import dtype_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,8 +33,13 @@ def split(payload: Payload, *, step: int, rows: int) -> list[tuple[TensorHeader,
         ConfigError: A value is neither a tensor nor something that msgspec can encode, or there are too many tensors.
     """
     if not isinstance(payload, dict):
-        raise ConfigError(f"a stage returned {type(payload).__name__}; expected a dict of tensors and builtins")
+        raise ConfigError(f"a payload is a dict of tensors and builtins, not a {type(payload).__name__}")
     tensors = [(name, value) for name, value in payload.items() if isinstance(value, torch.Tensor)]
+    for name in payload:
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"a payload has the key {name!r}; expected strings, not empty")
+    for name, tensor in tensors:
+        _check_tensor(name, tensor)
     if len(tensors) > MAX_TENSORS:
         raise ConfigError(f"a payload of {len(tensors)} tensors; at most {MAX_TENSORS} may flow in one step")
     meta = b""
@@ -41,7 +47,7 @@ def split(payload: Payload, *, step: int, rows: int) -> list[tuple[TensorHeader,
         builtins = {name: value for name, value in payload.items() if not isinstance(value, torch.Tensor)}
         try:
             meta = _encode(builtins)
-        except (TypeError, ValueError, OverflowError) as error:
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
             kinds = ", ".join(f"{name!r}: {type(value).__name__}" for name, value in builtins.items())
             raise ConfigError(
                 f"a payload holds tensors and builtins that msgspec can encode; these cannot travel ({kinds}): {error}"
@@ -53,6 +59,17 @@ def split(payload: Payload, *, step: int, rows: int) -> list[tuple[TensorHeader,
         (TensorHeader(0, step, index, count, rows, name, meta=b"" if index else meta), tensor)
         for index, (name, tensor) in enumerate(tensors)
     ]
+
+
+def _check_tensor(name: str, tensor: torch.Tensor) -> None:
+    """Only memory that can be seen as bytes crosses a link; said before a part of the payload has left."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta":
+        kind = f"{tensor.dtype} on {tensor.device}, {tensor.layout}"
+        raise ConfigError(f"tensor {name!r} ({kind}) cannot travel; expected a dense tensor with data")
+    try:
+        dtype_of(str(tensor.dtype).removeprefix("torch."))
+    except ProtocolError as error:
+        raise ConfigError(f"tensor {name!r} of {tensor.dtype} cannot travel: {error}") from None
 
 
 def void(error: ErrorInfo, *, step: int, rows: int) -> list[tuple[TensorHeader, torch.Tensor]]:
