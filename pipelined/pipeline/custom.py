@@ -20,6 +20,7 @@ from pipelined.rank.deadlines import Deadlines
 from pipelined.rank.description import RankDescription
 from pipelined.rank.payload import join, split
 from pipelined.trace import Span
+from pipelined.transport.buffers import copy_sliced, raw_bytes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from pipelined.transport import TensorLink
 
 __all__ = ["Pipeline"]
-
-_CLONE_INLINE_BYTES = 4 << 20
-"""Larger outputs are copied off the loop."""
 
 
 class Pipeline:
@@ -330,10 +328,13 @@ class Pipeline:
 
 
 async def _own(view: torch.Tensor) -> torch.Tensor:
-    """A copy of the transport's memory, for the caller to keep."""
-    if view.numel() * view.element_size() <= _CLONE_INLINE_BYTES:
-        return view.clone()
-    return await asyncio.to_thread(view.clone)
+    """A copy of the transport's memory, for the caller to keep. Not `clone`: torch's threads would spin beside it."""
+    copy = torch.empty(view.shape, dtype=view.dtype)
+    copied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    copy_sliced(raw_bytes(copy), raw_bytes(view), lambda: copied.done() or copied.set_result(None))
+    if not copied.done():
+        await copied
+    return copy
 
 
 class _Owed:
