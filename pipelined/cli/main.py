@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-_COMMANDS = ("generate", "bench")
+_COMMANDS = ("generate", "bench", "trace", "transports")
 _INTERRUPTED = 130
 
 
