@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
     from pipelined.errors import PeerLost
     from pipelined.messages import Peer, TensorHeader
+    from pipelined.transport.endpoint import BaseEndpoint
+    from pipelined.transport.lane_end import LaneEnd
     from pipelined.transport.rendezvous import Rendezvous
+    from pipelined.transport.taps import Tap
     from pipelined.transport.transfer import Transfer
 
 __all__ = [
@@ -55,6 +58,8 @@ class Capabilities:
         processes: Peers may live in different processes of one host.
         hosts: Peers may live on different hosts.
         leases: `lease` gives memory that is sent without a copy.
+        buffered: A frame may leave before the peer asks for it. Else sending waits for a receive, and each of the two
+            sides must be served by a task of its own.
         window: Most tensors in flight on a lane unless the spec says otherwise.
         peer_lost_bound_s: A dead peer is reported within this time.
     """
@@ -64,6 +69,7 @@ class Capabilities:
     processes: bool = False
     hosts: bool = False
     leases: bool = False
+    buffered: bool = True
     window: int = 64
     peer_lost_bound_s: float = 1.0
 
@@ -84,6 +90,7 @@ class EndpointSpec:
         open_timeout_s: Peers that have not said hello by then are named in a `HandshakeError`.
         secret: Shared secret that the hello must carry.
         options: Query part of the URI.
+        taps: Of wrappers, the outermost first: each makes the tap of a new lane end.
     """
 
     me: Peer
@@ -97,6 +104,7 @@ class EndpointSpec:
     open_timeout_s: float = 30.0
     secret: str = ""
     options: Mapping[str, str] = field(default_factory=dict)
+    taps: tuple[Callable[[BaseEndpoint, LaneEnd], Tap], ...] = ()
 
 
 @runtime_checkable

@@ -200,6 +200,8 @@ class BaseEndpoint(abc.ABC):
             known = ", ".join(map(str, self._fates)) or "nobody"
             raise ConfigError(f"{self.me} is not connected to {peer}; connected to {known}: await connect() first")
         link = make(peer, lane)
+        if self.spec.taps:
+            link.set_taps(tuple(tap(self, link) for tap in self.spec.taps))
         if (fate := self._fates[peer]) is not None:
             fate(link)
         if self._closing or self._closed:

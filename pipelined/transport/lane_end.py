@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
 from pipelined.errors import BusyError, ClosedError, EndOfLane, PeerLost, TransportError, WouldBlock
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
     from pipelined.messages import Peer
     from pipelined.transport.base import Lane
+    from pipelined.transport.taps import Tap
 
 __all__ = ["LaneEnd"]
 
@@ -35,6 +40,7 @@ class LaneEnd:
         self._flushing = False  # closed here, but what was posted before still leaves
         self._writer: asyncio.Future[None] | None = None
         self._flusher: asyncio.Future[None] | None = None
+        self._taps: tuple[Tap, ...] = ()
 
     def __repr__(self) -> str:
         state = type(self._over).__name__ if self._over else "open"
@@ -54,9 +60,21 @@ class LaneEnd:
         """For transports: whether what was posted may still leave."""
         return self._over is None or self._flushing
 
+    def set_taps(self, taps: tuple[Tap, ...]) -> None:
+        """For endpoints: wrappers that see each frame, the outermost first."""
+        raise NotImplementedError
+
+    def insert_taps(self, taps: tuple[Tap, ...], wire: Callable[[Any], None], accept: Callable[[Any], None]) -> None:
+        """For lanes: put `taps`, the outermost first, between the lane (`accept`) and what transmits (`wire`)."""
+        self._taps = taps
+        for outer, inner in pairwise(taps):
+            outer.pass_on, inner.pass_up = inner.outgoing, outer.incoming
+        if taps:
+            taps[0].pass_up, taps[-1].pass_on = accept, wire
+
     def flushed(self) -> bool:
         """Whether everything posted has been transmitted."""
-        return True
+        return all(tap.idle() for tap in self._taps)
 
     async def wait_flushed(self) -> None:
         """For endpoints: wait until `flushed()`, or until nothing can leave any more. One waiter."""
@@ -67,7 +85,8 @@ class LaneEnd:
             finally:
                 self._flusher = None
 
-    def _wake_flusher(self) -> None:
+    def wake_flusher(self) -> None:
+        """For lanes and taps: everything posted has been transmitted."""
         if self._flusher is not None and not self._flusher.done():
             self._flusher.set_result(None)
 
@@ -99,7 +118,7 @@ class LaneEnd:
         elif self._flushing:
             self._flushing = False
             self._stop_sending(EndOfLane(f"{self.peer} closed {self.lane.name}"))
-            self._wake_flusher()
+            self.wake_flusher()
 
     def lose(self, why: str) -> None:
         """The peer is gone. Means nothing after a clean end, and little after closing here."""
@@ -110,7 +129,7 @@ class LaneEnd:
         elif self._flushing:
             self._flushing = False
             self._stop_sending(error)
-            self._wake_flusher()
+            self.wake_flusher()
 
     def _closed_error(self) -> ClosedError:
         return ClosedError(f"{self.me} closed its end of {self.lane.name} with {self.peer}")

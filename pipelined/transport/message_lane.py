@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 
 from pipelined.errors import BusyError, FrameTooLarge, TransportError, WouldBlock
 from pipelined.transport.lane_end import LaneEnd
+from pipelined.transport.taps import Outgoing
 
 if TYPE_CHECKING:
     from pipelined.messages import Peer
     from pipelined.transport.base import Lane
+    from pipelined.transport.taps import Tap
 
 __all__ = ["MessageLane"]
 
@@ -40,7 +42,7 @@ class MessageLane(LaneEnd, abc.ABC):
         """See `MessageLink`."""
         self._check_length(frame)
         self._spend()
-        self.transmit(frame)
+        self._out(frame)
 
     async def send(self, frame: bytes) -> None:
         """See `MessageLink`."""
@@ -50,7 +52,7 @@ class MessageLane(LaneEnd, abc.ABC):
         if self._credits <= 0 or self._over:
             await self._wait_credit()
         self._spend()
-        self.transmit(frame)
+        self._out(frame)
 
     def receive_nowait(self) -> bytes:
         """See `MessageLink`."""
@@ -61,6 +63,7 @@ class MessageLane(LaneEnd, abc.ABC):
             return frame
         if self._over:
             raise self._over.with_traceback(None)
+        self._receiving()
         raise WouldBlock(f"nothing has arrived on {self!r}")
 
     async def receive(self) -> bytes:
@@ -68,6 +71,7 @@ class MessageLane(LaneEnd, abc.ABC):
         if self._reader is not None:
             raise BusyError(f"another task already receives on {self!r}")
         while not self._frames and not self._over:
+            self._receiving()
             self._reader = asyncio.get_running_loop().create_future()
             try:
                 await self._reader
@@ -77,9 +81,38 @@ class MessageLane(LaneEnd, abc.ABC):
 
     def arrive(self, frame: bytes) -> None:
         """For transports: a frame came in."""
+        if self._taps:
+            self._taps[-1].incoming(frame)
+        else:
+            self._accept(frame)
+
+    def _accept(self, frame: bytes) -> None:
         if self._over is None:
             self._frames.append(frame)
             self._wake_reader()
+
+    # ---- taps ----
+
+    def set_taps(self, taps: tuple[Tap, ...]) -> None:
+        """See `LaneEnd`."""
+        self.insert_taps(taps, self._wire, self._accept)
+
+    def _out(self, frame: bytes) -> None:
+        if self._taps:
+            # A copy, since taps may keep it: the frame may be a bytearray.
+            self._taps[0].outgoing(Outgoing(bytes(frame)))
+        else:
+            self.transmit(frame)
+
+    def _wire(self, item: Outgoing) -> None:
+        if self.alive:
+            assert isinstance(item.body, bytes)
+            self.transmit(item.body)
+        item.sent()
+
+    def _receiving(self) -> None:
+        for tap in self._taps:
+            tap.receiving()
 
     def _check_length(self, frame: bytes) -> None:
         if len(frame) > self.max_bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from pipelined.errors import ConfigError, nearest
@@ -9,7 +10,7 @@ from pipelined.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-__all__ = ["integer_option", "known_options"]
+__all__ = ["integer_option", "known_options", "number_option"]
 
 
 def known_options(scheme: str, options: Mapping[str, str], known: Collection[str]) -> None:
@@ -35,3 +36,30 @@ def integer_option(scheme: str, options: Mapping[str, str], name: str, *, at_lea
     if not text.isdecimal() or int(text) < at_least:
         raise ConfigError(f"{scheme}://?{name}={text}: expected a whole number, at least {at_least}")
     return int(text)
+
+
+def number_option(
+    scheme: str,
+    options: Mapping[str, str],
+    name: str,
+    default: float,
+    *,
+    at_least: float = 0.0,
+    at_most: float = math.inf,
+) -> float:
+    """An option's value, `default` if it was not given.
+
+    Raises:
+        ConfigError: It is not a number, or out of range.
+    """
+    text = options.get(name)
+    if text is None:
+        return default
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not at_least <= number <= at_most:
+        upper = f" and at most {at_most:g}" if at_most < math.inf else ""
+        raise ConfigError(f"{scheme}://?{name}={text}: expected a number, at least {at_least:g}{upper}")
+    return number

@@ -1,11 +1,13 @@
 """From a URI to a transport: `shm://`, `faulty+memory://?seed=7`.
 
-Plug-ins register under the entry-point group `pipelined.transports`: a class called with the URI's options, or, for a
-wrapper (`Wrapper.wraps` is true), with the inner transport and the options.
+Plug-ins register under the entry-point group `pipelined.transports`: a class called with the URI's options as keyword
+arguments, or, for a wrapper (its `wraps` is true), with the inner transport and a dict. A wrapper declares the names of
+its own options in `options`; of a URI's options each wrapper gets those that it declares, and the transport the rest.
 """
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
@@ -57,7 +59,30 @@ def resolve(uri: str) -> Transport:
         ConfigError: An option is unknown or out of range.
     """
     schemes, options = split_uri(uri)
-    transport: Transport = _load(schemes[-1])(**options) if len(schemes) == 1 else _load(schemes[-1])()
-    for wrapper in reversed(schemes[:-1]):
-        transport = _load(wrapper)(transport, options)
+    wrappers = [_load(scheme) for scheme in schemes[:-1]]
+    for scheme, wrapper in zip(schemes, wrappers, strict=False):
+        if not getattr(wrapper, "wraps", False):
+            raise ConfigError(f"transport {uri!r}: {scheme!r} wraps nothing, so it must come last")
+    innermost = _load(schemes[-1])
+    if getattr(innermost, "wraps", False):
+        raise ConfigError(
+            f"transport {uri!r}: {schemes[-1]!r} is a wrapper; put it before one, as in '{schemes[-1]}+shm://'"
+        )
+    known = {name: scheme for scheme, wrapper in zip(schemes, wrappers, strict=False) for name in wrapper.options}
+    transport = _made(innermost, {name: value for name, value in options.items() if name not in known}, known)
+    for wrapper in reversed(wrappers):
+        transport = wrapper(transport, {name: options[name] for name in wrapper.options if name in options})
+    return transport
+
+
+def _made(innermost: Any, options: dict[str, str], known: dict[str, str]) -> Transport:
+    try:
+        transport: Transport = innermost(**options)
+    except ConfigError as error:
+        # What the transport does not know may have been meant for a wrapper.
+        meant = next((name for name in options if get_close_matches(name, known, n=1)), None)
+        if type(error) is not ConfigError or meant is None:
+            raise
+        of = "+, ".join(dict.fromkeys(known.values()))
+        raise ConfigError(f"{error}; or, of {of}+: no option {meant!r}{nearest(meant, known)}") from error
     return transport

@@ -23,6 +23,7 @@ from pipelined.transport.buffers import (
 )
 from pipelined.transport.lane_end import LaneEnd
 from pipelined.transport.parcels import Parcel, ReceivedParcel
+from pipelined.transport.taps import Outgoing
 from pipelined.transport.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from pipelined.messages import Peer, TensorHeader
     from pipelined.transport.base import Event, Lane
+    from pipelined.transport.taps import Tap
 
 __all__ = ["TensorLane"]
 
@@ -88,7 +90,7 @@ class TensorLane(LaneEnd, abc.ABC):
 
     def flushed(self) -> bool:
         """Whether everything posted has been transmitted."""
-        return not self._outgoing and self._leaving is None
+        return not self._outgoing and self._leaving is None and super().flushed()
 
     # ---- sending ----
 
@@ -136,10 +138,24 @@ class TensorLane(LaneEnd, abc.ABC):
                 head.transfer.finish(None)
                 self._pump()
                 if self.flushed():
-                    self._wake_flusher()
+                    self.wake_flusher()
 
         if self._leaving is head:  # else the lane ended while the tensor was made contiguous
-            self.transmit(head.header, tensor, sent)
+            if self._taps:
+                self._taps[0].outgoing(Outgoing(tensor, head.header, sent))
+            else:
+                self.transmit(head.header, tensor, sent)
+
+    def set_taps(self, taps: tuple[Tap, ...]) -> None:
+        """See `LaneEnd`."""
+        self.insert_taps(taps, self._wire, self._accept)
+
+    def _wire(self, item: Outgoing) -> None:
+        if self.alive:
+            assert isinstance(item.body, torch.Tensor) and item.header is not None
+            self.transmit(item.header, item.body, item.sent)
+        else:
+            item.sent()
 
     # ---- receiving ----
 
@@ -161,6 +177,8 @@ class TensorLane(LaneEnd, abc.ABC):
         if after is not None and not after.done():
             after.add_done_callback(self._match)
         self._match()
+        for tap in self._taps:
+            tap.receiving()
         return transfer
 
     def arrive(self, parcel: Parcel) -> None:
@@ -174,6 +192,12 @@ class TensorLane(LaneEnd, abc.ABC):
                 f"a tensor of shape {list(parcel.header.shape)} and dtype {parcel.header.dtype} came with "
                 f"{parcel.size_bytes} bytes on {self!r}"
             )
+        if self._taps:
+            self._taps[-1].incoming(parcel)
+        else:
+            self._accept(parcel)
+
+    def _accept(self, parcel: Parcel) -> None:
         if self._over is not None:
             parcel.release()
             return

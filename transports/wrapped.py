@@ -1,0 +1,65 @@
+"""What all wrappers share: a transport around another, which adds a tap to every lane.
+
+Any transport whose endpoints and lanes are those of `pipelined.transport` can be wrapped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
+
+from pipelined.errors import ConfigError
+from pipelined.transport.endpoint import BaseEndpoint
+from pipelined.transport.options import known_options
+
+if TYPE_CHECKING:
+    from pipelined.transport import Endpoint, EndpointSpec, Transport
+    from pipelined.transport.lane_end import LaneEnd
+    from pipelined.transport.taps import Tap
+
+__all__ = ["WrappedTransport"]
+
+
+class WrappedTransport:
+    """Subclass it: name the scheme and the options, and make a tap for each lane end."""
+
+    wraps: ClassVar = True
+    options: ClassVar[tuple[str, ...]] = ()
+    name: ClassVar[str] = ""
+
+    def __init__(self, inner: Transport, options: dict[str, str]) -> None:
+        """Args: options: those that `options` names, as in the URI.
+
+        Raises:
+            ConfigError: Unknown, or out of range.
+        """
+        known_options(f"{self.name}+{inner.scheme}", options, self.options)
+        self.inner = inner
+        self.scheme = f"{self.name}+{inner.scheme}"
+        self.capabilities = inner.capabilities
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.scheme}>"
+
+    async def open(self, spec: EndpointSpec) -> Endpoint:
+        """See `Transport`.
+
+        Raises:
+            ConfigError: The inner transport's endpoints have no place for taps.
+        """
+        endpoint = await self.inner.open(self.tapped(spec))
+        if not isinstance(endpoint, BaseEndpoint):
+            endpoint.abort()
+            raise ConfigError(
+                f"{self.name}+ can't wrap {self.inner.scheme}://: its endpoint is no pipelined.transport.endpoint."
+                "BaseEndpoint, which has the place where wrappers stand"
+            )
+        return endpoint
+
+    def tapped(self, spec: EndpointSpec) -> EndpointSpec:
+        """What the inner transport is opened with. A wrapper with state of one endpoint makes it here."""
+        return replace(spec, taps=(*spec.taps, self.tap))
+
+    def tap(self, endpoint: BaseEndpoint, lane: LaneEnd) -> Tap:
+        """The tap of a new lane end."""
+        raise NotImplementedError
