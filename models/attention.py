@@ -31,6 +31,7 @@ NAME = "pipelined_cpu"
 CACHE_ATTRIBUTE = "pipelined_cache"
 """Attention modules carry their stage's `PagedCache` under this name."""
 
+_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _FOLD_BELOW_ROWS = 768  # where the kernel's block of query rows grows to 256
 _BLOCK_ROWS = 512  # query rows at a time where a window or softcap needs blocks
 _EXPAND_TOKENS = 1024  # latent keys and values expanded at a time
@@ -98,6 +99,7 @@ def paged_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
+    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention of the batch that the module's `PagedCache` has begun.
@@ -114,6 +116,7 @@ def paged_attention(
         softcap: Scores are squashed into (-softcap, softcap).
         s_aux: A sink for each head: a score without a value, [heads].
         position_bias: Must be None.
+        is_causal: Must not be False.
         **kwargs: Not looked at.
 
     Returns:
@@ -126,23 +129,26 @@ def paged_attention(
     layer = cache.current
     if layer is None:
         raise ModelError(f"{type(module).__name__} attends without caching its keys and cannot be sliced")
-    if attention_mask is not None or position_bias is not None:
+    if attention_mask is not None or position_bias is not None or is_causal is False:
         raise ModelError(f"{type(module).__name__} attends with a mask or bias of its own and cannot be sliced")
     cache.current = None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rule = _Rule(scale, sliding_window, _chunk_of(module), softcap)
     source = _Source(cache, layer, getattr(module, "expand_kv", None))
+    heads, rows, kv_heads, width = query.shape[1], query.shape[2], key.shape[1], value.shape[3]
     spans = cache.ragged.spans
-    if len(spans) == 1:
+    if len(spans) == 1 and rows > 1:
         merged = _span(query[0], key[0], value[0], 0, source, rule, s_aux)
-        rows = merged.permute(2, 0, 1, 3)  # [rows, kv_heads, group, dim]
-        return rows.reshape(1, query.shape[2], query.shape[1], value.shape[3]), None
-    result = query.new_empty((query.shape[2], key.shape[1], query.shape[1] // key.shape[1], value.shape[3]))
+        return merged.permute(2, 0, 1, 3).reshape(1, rows, heads, width), None
+    result = query.new_empty((rows, kv_heads, heads // kv_heads, width))
     for index, span in enumerate(spans):
         at = slice(span.row, span.row + span.rows)
-        merged = _span(query[0, :, at], key[0, :, at], value[0, :, at], index, source, rule, s_aux)
-        result[at].copy_(merged.permute(2, 0, 1, 3))
-    return result.view(1, query.shape[2], query.shape[1], value.shape[3]), None
+        if span.rows == 1:
+            result[span.row].copy_(_decode(query[0, :, span.row], index, source, rule, s_aux))
+        else:
+            merged = _span(query[0, :, at], key[0, :, at], value[0, :, at], index, source, rule, s_aux)
+            result[at].copy_(merged.permute(2, 0, 1, 3))
+    return result.view(1, rows, heads, width), None
 
 
 def _chunk_of(module: torch.nn.Module) -> int | None:
@@ -162,6 +168,11 @@ class _Source:
     cache: PagedCache
     layer: KvLayer
     expand: Callable[[torch.Tensor, torch.Tensor], KvPart] | None
+
+    @property
+    def plain(self) -> bool:
+        """Whether what is stored is what the kernel takes."""
+        return self.expand is None and self.layer.keys.shape[2] == self.layer.values.shape[2]
 
     def parts(self, index: int, first: int, end: int) -> Iterator[KvPart]:
         """Positions [first, end) of span `index`, in parts and in any order. A part is valid until the next."""
@@ -191,6 +202,43 @@ class _Source:
         return keys[0], values[0]
 
 
+def _decode(query: torch.Tensor, index: int, source: _Source, rule: _Rule, sinks: torch.Tensor | None) -> torch.Tensor:
+    """One row, [heads, dim]: its own key is in the pages like the others. Gives [kv_heads, group, value_dim].
+
+    With many sequences this runs for each of them in each layer, so it goes straight to the kernel where it can.
+    """
+    position = source.cache.ragged.spans[index].start
+    first = rule.first_key(position)
+    pieces, gathers = source.cache.ragged.reads(index, first, position + 1)
+    keys, values = source.layer.keys, source.layer.values
+    heads, dim = query.shape
+    if len(pieces) == 1 and not gathers and source.plain and rule.softcap is None:
+        slot, tokens = pieces[0]
+        out, lse = _kernel(
+            query.view(1, keys.shape[0], heads // keys.shape[0], dim),
+            keys[None, :, slot : slot + tokens],
+            values[None, :, slot : slot + tokens],
+            0.0,
+            False,
+            scale=rule.scale,
+        )
+        return out[0] if sinks is None else _sunk(out[0], lse[0], sinks)
+    merged = _Merged()
+    for some_keys, some_values in source.parts(index, first, position + 1):
+        merged.add(*_attend(query[:, None], some_keys, some_values, rule))
+    assert merged.out is not None
+    assert merged.lse is not None
+    out, lse = merged.out[:, :, 0], merged.lse[:, :, 0]
+    return out if sinks is None else _sunk(out, lse, sinks)
+
+
+def _sunk(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Scale `out` [kv_heads, group, ..., dim] down, in place: each head's sink takes a share of the weight."""
+    sink = sinks.view(lse.shape[0], lse.shape[1], *(1,) * (lse.dim() - 2))
+    shares = torch.sigmoid(lse - sink.to(lse.dtype))
+    return out.mul_(shares.unsqueeze(-1).to(out.dtype))
+
+
 def _span(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -208,10 +256,7 @@ def _span(
         merged = _block(query[:, low:high], key[:, low:high], value[:, low:high], index, low, source, rule)
         assert merged.out is not None
         assert merged.lse is not None
-        if sinks is not None:
-            sink = sinks.view(*merged.lse.shape[:2], 1).to(merged.lse.dtype)
-            merged.out.mul_(torch.sigmoid(merged.lse - sink).unsqueeze(-1).to(merged.out.dtype))
-        outs.append(merged.out)
+        outs.append(merged.out if sinks is None else _sunk(merged.out, merged.lse, sinks))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
 
@@ -228,10 +273,6 @@ def _block(
     rows = query.shape[1]
     first = source.cache.ragged.spans[index].start + low
     merged = _Merged()
-    if rows == 1:  # decode: its own key is in the pages like the others
-        for keys, values in source.parts(index, rule.first_key(first), first + 1):
-            merged.add(*_attend(query, keys, values, rule))
-        return merged
     merged.add(*_attend(query, key, value, rule, causal=True))
     seen_by_all = rule.first_key(first + rows - 1)
     for keys, values in source.parts(index, seen_by_all, first):
@@ -283,7 +324,7 @@ def _attend(
     fold = group > 1 and rows < _FOLD_BELOW_ROWS and not causal and mask is None
     if fold:
         query = query.reshape(kv_heads, group * rows, dim)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    out, lse = _kernel(
         query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), 0.0, causal, attn_mask=mask, scale=rule.scale
     )
     shape = (kv_heads, group, rows)

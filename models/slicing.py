@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -235,6 +236,7 @@ def load_slice(
         "dtype": dtype,
         "attn_implementation": NAME,
         "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # reported below, by name
     }
     if path is None:
         options["state_dict"] = _dummy_weights(cut, config, dtype)
@@ -246,7 +248,7 @@ def load_slice(
         model, loaded = cut.from_pretrained(path, **options)
     except ModelError:
         raise
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise ModelError(f"cannot load {model_class.__name__} from {path or 'random weights'}: {error}") from error
     finally:
         if bars:
@@ -256,7 +258,22 @@ def load_slice(
         shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
         raise ModelError(f"{path}: weights are missing or of a wrong shape: {shown}")
     model.requires_grad_(False)
+    _lay_out_for_decode(model)
     return Sliced(model, layers, port, cache)
+
+
+def _lay_out_for_decode(model: Any) -> None:
+    """Store the weights of widening layers by columns: with one or two rows, they are read 1.5 times as fast.
+
+    Measured in float32; with many rows it makes no difference, and for narrowing layers it would be slower. The output
+    head is left alone, as it may be the embedding, whose rows are looked up.
+    """
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if not isinstance(module, nn.Linear) or module is head or module.weight.device.type != "cpu":
+            continue
+        if module.out_features >= 2 * module.in_features:
+            module.weight.data = module.weight.data.t().contiguous().t()
 
 
 def _subclass(model_class: type[Any], layers: tuple[int, int], port: _Port) -> type[Any]:

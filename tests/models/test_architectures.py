@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from pipelined.errors import ModelError
 from pipelined.models.batching import Segment
 from pipelined.models.paged_kv import KvPool, PagedCache, Ragged
 from pipelined.models.slicing import Sliced, load_slice, supported
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pipelined.models.support import REFUSED
 
 PAGE = 8
 VOCAB = 96
@@ -266,14 +266,6 @@ def compare(model: Any, done: list[Sequence]) -> None:
         assert sequence.tokens[sequence.prompt :] == greedy
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
 def test_cut_equals_uncut(architecture: Architecture, tmp_path: Path) -> None:
     model, config = uncut(architecture, tmp_path)
@@ -281,3 +273,56 @@ def test_cut_equals_uncut(architecture: Architecture, tmp_path: Path) -> None:
     done = sequences()
     run(load(architecture, config, tmp_path, (1, 3)), done, chunk=16)
     compare(model, done)
+
+
+CUTS = [(), (2,), (1, 2), (1, 2, 3)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cuts", CUTS, ids=lambda cuts: f"P={len(cuts) + 1}")
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
+def test_every_cut_and_chunk_size(architecture: Architecture, cuts: tuple[int, ...], tmp_path: Path) -> None:
+    model, config = uncut(architecture, tmp_path)
+    slices = load(architecture, config, tmp_path, cuts)
+    for chunk in (1, 7, 16, 64):
+        done = sequences()
+        run(slices, done, chunk)
+        compare(model, done)
+
+
+REFUSALS = [
+    ("Phi3", {"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+    ("Llama", {"rope_parameters": {"rope_type": "dynamic"}}, "dynamic"),
+    ("Qwen3Next", {}, "recurrent"),
+    ("Gemma3nText", {}, "per-layer embeddings"),
+    ("Gemma4Text", {}, "per-layer embeddings"),
+    ("Falcon", {}, "code of its own"),
+    ("Bloom", {}, "code of its own"),
+    ("Mpt", {}, "code of its own"),
+    ("Mamba2", {}, "recurrent"),
+    ("Jamba", {}, "recurrent"),
+    ("Lfm2", {}, "recurrent"),
+    ("DeepseekV32", {}, "indexer"),
+    ("T5", {}, "encoder"),
+    ("Bart", {}, "encoder"),
+    ("Gemma3", {}, "multi-modal"),
+    ("Llama4", {}, "multi-modal"),
+    ("OPT", {}, "mask of its own"),
+    ("LongcatFlash", {}, "two attentions"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "reason"), REFUSALS, ids=[name for name, _, _ in REFUSALS])
+def test_refused_by_name_with_the_reason(name: str, settings: dict[str, Any], reason: str) -> None:
+    config = getattr(transformers, f"{name}Config")()
+    for key, value in settings.items():
+        setattr(config, key, value)
+    with pytest.raises(ModelError, match=reason):
+        supported(config)
+
+
+def test_docs_list_every_architecture_tested() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    names = {model_class(architecture).__name__ for architecture in ARCHITECTURES}
+    assert not sorted(name for name in names if f"`{name}`" not in text)
+    assert not sorted(name for name in REFUSED if f"`{name}`" not in text)
