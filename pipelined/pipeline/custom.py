@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from pipelined.errors import ConfigError, PipelinedError, TransportError
-from pipelined.messages import CancelInput, ErrorInfo, NewInputs
+from pipelined.errors import ConfigError, EngineClosedError, PipelinedError, TransportError
+from pipelined.messages import CancelInput, ErrorInfo, NewInputs, TensorHeader
 from pipelined.pipeline.driver import Driver
 from pipelined.pipeline.fifo import FifoPlanner
+from pipelined.pipeline.owed import Owed, own_copy
 from pipelined.pipeline.payload_stage import as_stage
 from pipelined.pipeline.worlds import ProcessWorld, TaskWorld, World
 from pipelined.rank import LinkPlan, RankConfig
@@ -20,16 +21,16 @@ from pipelined.rank.deadlines import Deadlines
 from pipelined.rank.description import RankDescription
 from pipelined.rank.payload import join, split
 from pipelined.trace import Span
-from pipelined.transport.buffers import copy_sliced, raw_bytes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 
-    from pipelined.messages import TensorHeader
     from pipelined.stage import Payload
     from pipelined.transport import TensorLink
 
 __all__ = ["Pipeline"]
+
+Frame = tuple[TensorHeader, torch.Tensor]
 
 
 class Pipeline:
@@ -112,6 +113,7 @@ class Pipeline:
         self._limit = self._descriptions[0].config.window
         self._driver: Driver | None = None
         self._next_id = 0
+        self._owed: set[Owed] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
@@ -127,30 +129,39 @@ class Pipeline:
             PipelinedError: One could not set up; names it.
         """
         world = self._world or (ProcessWorld() if self._processes else TaskWorld())
-        self._owed: asyncio.Queue[_Owed] = asyncio.Queue()
-        self._slots = asyncio.Semaphore(self._limit)
-        self._posting = asyncio.Lock()
-        self._next_id = 0
         driver = Driver(self._descriptions, world, stages=self._stages, planner=FifoPlanner())
         await driver.__aenter__()
         self._driver = driver
         self._deadlines = Deadlines(driver.clock, driver.config.step_timeout_s, driver.config.window)
+        self._slots = asyncio.Semaphore(self._limit)
+        self._posting = asyncio.Lock()
+        self._posted: asyncio.Queue[Owed] = asyncio.Queue()
+        self._next_id = 0
+        self._over: PipelinedError | None = None
+        driver.failure.add_done_callback(lambda failure: self._finish(failure.result()))
         self._group = await asyncio.TaskGroup().__aenter__()
         self._spawn(self._read_outputs(), "pipeline outputs")
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        """Stop the ranks; what is unfinished is cancelled."""
+        """Stop the ranks; what is unfinished fails with `EngineClosedError`."""
         driver, self._driver = self._driver, None
         assert driver is not None
+        self._finish(EngineClosedError("the pipeline was closed"))
         try:
             for task in self._tasks:
                 task.cancel()
             await self._group.__aexit__(None, None, None)
         finally:
             await driver.__aexit__(*exc)
-            while not self._owed.empty():
-                self._owed.get_nowait().fail(driver.failure.result())
+
+    def _finish(self, error: PipelinedError) -> None:
+        """Nothing more will come: whoever waits, for an output or for room, learns why. The first error counts."""
+        if self._over is None:
+            self._over = error
+            for owed in tuple(self._owed):
+                owed.fail(error)
+            self._slots.release()  # each that it wakes wakes the next
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = self._group.create_task(work, name=name)
@@ -177,36 +188,47 @@ class Pipeline:
             ConfigError: The payload cannot travel.
             PipelinedError: The pipeline cannot go on.
         """
-        owed = await self._post(x)
+        self._open()
+        owed = await self._post(split(x, step=0, rows=1))
         try:
             return await owed.future
         finally:
             self._forget(owed)
 
-    def _forget(self, owed: _Owed) -> None:
+    def _forget(self, owed: Owed) -> None:
         """Nobody waits for it any more: if it is not through yet, the stages may skip it."""
         if not owed.future.done() or owed.future.cancelled():
             owed.future.cancel()
-            if self._driver is not None and not self._driver.failure.done():
+            if owed.id >= 0 and owed in self._owed and self._driver is not None:
                 self._driver.tell_nowait(CancelInput(owed.id))
 
-    async def _post(self, x: Payload) -> _Owed:
+    async def _post(self, frames: list[Frame]) -> Owed:
+        """Send an input on its way, once there is room. Its errors are in the future, whatever happens."""
+        await self._slots.acquire()
+        owed = Owed()
+        self._owed.add(owed)
+        if self._over is not None:
+            self._slots.release()
+            self._settle(owed, self._over)
+            return owed
         link = self._open().links.downstream
         assert link is not None
-        frames = split(x, step=0, rows=1)  # refuses what cannot travel before a number is taken
-        await self._slots.acquire()
-        owed = _Owed(asyncio.get_running_loop().create_future())
-        if self._posting.locked() or link.credits() < len(frames):
-            # Posting suspends, and must not stop half-way if the caller is cancelled.
-            task = self._spawn(self._post_all(link, frames, owed), "pipeline input")
-            await asyncio.shield(task)
-        else:
+        if not self._posting.locked() and link.credits() >= len(frames):
             for header, tensor in frames:
                 link.post_send(tensor, msgspec.structs.replace(header, step=self._next_id))
             self._announce(owed)
+            return owed
+        # Posting suspends, and must not stop half-way if the caller is cancelled.
+        task = self._spawn(self._post_all(link, frames, owed), "pipeline input")
+        try:
+            await asyncio.wait((task, owed.future), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self._forget(owed)
+            raise
         return owed
 
-    async def _post_all(self, link: TensorLink, frames: list[tuple[TensorHeader, torch.Tensor]], owed: _Owed) -> None:
+    async def _post_all(self, link: TensorLink, frames: list[Frame], owed: Owed) -> None:
+        driver = self._open()
         try:
             async with self._posting:
                 for header, tensor in frames:
@@ -215,15 +237,27 @@ class Pipeline:
                         await self._deadlines.wait(link.ready(), who)
                     link.post_send(tensor, msgspec.structs.replace(header, step=self._next_id))
                 self._announce(owed)
+        except TransportError:
+            driver.lose(await driver.failed())
         except PipelinedError as error:
-            owed.fail(error)
+            driver.lose(error)
 
-    def _announce(self, owed: _Owed) -> None:
+    def _announce(self, owed: Owed) -> None:
         """All its tensors are posted: number it and tell rank 0. Never suspends."""
         owed.id = self._next_id
         self._next_id += 1
-        self._owed.put_nowait(owed)
-        self._open().tell_nowait(NewInputs((owed.id,)))
+        self._posted.put_nowait(owed)
+        driver = self._open()
+        driver.tell_nowait(NewInputs((owed.id,)))
+        if owed.future.cancelled():
+            driver.tell_nowait(CancelInput(owed.id))
+
+    def _settle(self, owed: Owed, output: Payload | ErrorInfo | Exception) -> None:
+        self._owed.discard(owed)
+        if isinstance(output, Exception):
+            owed.fail(output)
+        else:
+            owed.settle(output)
 
     async def stream(
         self, xs: Iterable[Payload] | AsyncIterable[Payload], *, return_exceptions: bool = False
@@ -237,14 +271,16 @@ class Pipeline:
         Closing the generator cancels what it has not yielded.
         """
         self._open()
-        ahead: asyncio.Queue[_Owed | None] = asyncio.Queue(self._limit)
-        feeder = self._spawn(self._feed(xs, ahead), "pipeline stream")
+        ahead: asyncio.Queue[Owed | None] = asyncio.Queue()
+        room = asyncio.Semaphore(self._limit)
+        feeder = self._spawn(self._feed(xs, ahead, room), "pipeline stream")
         try:
             while (owed := await ahead.get()) is not None:
+                room.release()
                 try:
                     output = await owed.future
                 except PipelinedError as error:
-                    if not return_exceptions:
+                    if not return_exceptions or error is self._over:
                         raise
                     yield error
                 else:
@@ -257,19 +293,35 @@ class Pipeline:
                 if (owed := ahead.get_nowait()) is not None:
                     self._forget(owed)
 
-    async def _feed(self, xs: Iterable[Payload] | AsyncIterable[Payload], ahead: asyncio.Queue[_Owed | None]) -> None:
+    async def _feed(
+        self,
+        xs: Iterable[Payload] | AsyncIterable[Payload],
+        ahead: asyncio.Queue[Owed | None],
+        room: asyncio.Semaphore,
+    ) -> None:
+        end = Owed()  # for what ends the stream before its inputs do
         try:
-            if isinstance(xs, AsyncIterable):
-                async for x in xs:
-                    await ahead.put(await self._post(x))
-            else:
-                for x in xs:
-                    await ahead.put(await self._post(x))
+            async for x in each_of(xs):
+                await room.acquire()
+                ahead.put_nowait(await self._post_or_refuse(x))
+        except asyncio.CancelledError:
+            end.fail(self._over or EngineClosedError("the stream was closed"))
+            raise
         except Exception as error:  # noqa: BLE001 - raised by the user's iterable: it belongs to who iterates the output
-            broken = _Owed(asyncio.get_running_loop().create_future())
-            broken.fail(error)
-            await ahead.put(broken)
-        await ahead.put(None)
+            end.fail(error)
+        finally:
+            if end.future.done():
+                ahead.put_nowait(end)
+            ahead.put_nowait(None)
+
+    async def _post_or_refuse(self, x: Payload) -> Owed:
+        try:
+            frames = split(x, step=0, rows=1)
+        except ConfigError as error:
+            refused = Owed()
+            refused.fail(error)
+            return refused
+        return await self._post(frames)
 
     # ---- outputs ----
 
@@ -277,25 +329,16 @@ class Pipeline:
         driver = self._open()
         link = driver.links.upstream
         assert link is not None
-        while True:
-            owed = await self._owed.get()
-            try:
+        try:
+            while True:
+                owed = await self._posted.get()
                 output = await self._output(link, owed.id)
-            except TransportError:
-                error = await driver.failed()
-            except PipelinedError as raised:
-                error = raised
-            else:
                 self._slots.release()
-                owed.settle(output)
-                continue
+                self._settle(owed, output)
+        except TransportError:
+            driver.lose(await driver.failed())
+        except PipelinedError as error:
             driver.lose(error)
-            owed.fail(error)
-            while not self._owed.empty():
-                self._owed.get_nowait().fail(error)
-            for _ in range(self._limit):
-                self._slots.release()  # whoever waits to submit learns of it
-            return
 
     async def _output(self, link: TensorLink, number: int) -> Payload | ErrorInfo:
         who = f"the driver, lane HIDDEN: output {number} of rank {len(self._stages) - 1}"
@@ -306,7 +349,7 @@ class Pipeline:
         if isinstance(payload, dict):
             for name, value in payload.items():
                 if isinstance(value, torch.Tensor):
-                    payload[name] = await _own(value)
+                    payload[name] = await own_copy(value)
         for frame in received:
             frame.release()
         return payload
@@ -327,34 +370,11 @@ class Pipeline:
         return {rank: [Span(*span) for span in of_rank] for rank, of_rank in spans.items()}
 
 
-async def _own(view: torch.Tensor) -> torch.Tensor:
-    """A copy of the transport's memory, for the caller to keep. Not `clone`: torch's threads would spin beside it."""
-    copy = torch.empty(view.shape, dtype=view.dtype)
-    copied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    copy_sliced(raw_bytes(copy), raw_bytes(view), lambda: copied.done() or copied.set_result(None))
-    if not copied.done():
-        await copied
-    return copy
-
-
-class _Owed:
-    """An output that somebody waits for."""
-
-    __slots__ = ("future", "id")
-
-    def __init__(self, future: asyncio.Future[Payload]) -> None:
-        self.future = future
-        self.id = -1
-
-    def settle(self, output: Payload | ErrorInfo) -> None:
-        """Hand over the output, or raise the error of its step."""
-        if isinstance(output, ErrorInfo):
-            self.fail(output.exception())
-        elif not self.future.done():
-            self.future.set_result(output)
-
-    def fail(self, error: Exception) -> None:
-        """Have the wait raise `error`."""
-        if not self.future.done():
-            self.future.set_exception(error)
-            self.future.exception()  # nobody may be waiting: not worth a warning
+async def each_of(xs: Iterable[Payload] | AsyncIterable[Payload]) -> AsyncGenerator[Payload]:
+    """The items of an iterable of either kind."""
+    if isinstance(xs, AsyncIterable):
+        async for x in xs:
+            yield x
+    else:
+        for x in xs:
+            yield x

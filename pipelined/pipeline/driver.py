@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,12 @@ from pipelined.errors import (
     DeadlineError,
     EndOfLane,
     EngineClosedError,
+    FrameTooLarge,
     PeerLost,
     PipelinedError,
     RankLostError,
     TransportError,
+    WouldBlock,
 )
 from pipelined.messages import (
     FromRank,
@@ -101,6 +104,9 @@ class Driver:
         self._numbers = itertools.count()
         self._heard_s: dict[int, float] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._outbox: deque[bytes] = deque()
+        self._outbox_filled = asyncio.Event()
+        self._outbox_empty = asyncio.Event()
 
     def __repr__(self) -> str:
         state = "failed" if self.failure.done() else "open"
@@ -122,6 +128,7 @@ class Driver:
             await self._unless_lost(self._connect())
             self._group = await asyncio.TaskGroup().__aenter__()
             self._spawn(self._read_news(), "news")
+            self._spawn(self._empty_outbox(), "requests")
             for rank, link in self.links.health.items():
                 self._spawn(self._read_health(rank, link), f"health of rank {rank}")
             await self._unless_lost(self._started)
@@ -172,9 +179,11 @@ class Driver:
         if clean:
             grace_s = 10.0
             try:
-                assert self.links.requests is not None
-                async with self.clock.timeout(grace_s):
-                    await self.links.requests.send(_encode(Stop(self._descriptions[0].epoch)))
+                self._outbox_empty.clear()
+                self._send(Stop(self._descriptions[0].epoch))
+                if self._outbox:
+                    async with self.clock.timeout(grace_s):
+                        await self._outbox_empty.wait()
             except (TransportError, TimeoutError):
                 grace_s = 0.0
         for task in self._tasks:
@@ -242,18 +251,45 @@ class Driver:
         """
         if self.failure.done():
             raise self.failure.result()
-        assert self.links.requests is not None
         try:
-            await self.links.requests.send(_encode(message))
+            self._send(message)
+        except FrameTooLarge:
+            raise
         except TransportError:
             # Why the link is gone is known a moment later.
             raise await self.failed() from None
 
     def tell_nowait(self, message: ToRank) -> None:
-        """Like `tell`, where there is a credit for certain. A link that is gone is not an error here: see `failure`."""
-        assert self.links.requests is not None
+        """Like `tell`; never suspends. A link that is gone is not an error here: see `failure`."""
         with suppress(ClosedError, EndOfLane, PeerLost):
-            self.links.requests.send_nowait(_encode(message))
+            self._send(message)
+
+    def _send(self, message: ToRank) -> None:
+        """At once if there is a credit; else it queues: any number of tasks may tell, and a link has one waiter."""
+        assert self.links.requests is not None
+        frame = _encode(message)
+        if not self._outbox:
+            try:
+                self.links.requests.send_nowait(frame)
+            except WouldBlock:
+                pass
+            else:
+                return
+        self._outbox.append(frame)
+        self._outbox_filled.set()
+
+    async def _empty_outbox(self) -> None:
+        assert self.links.requests is not None
+        try:
+            while True:
+                await self._outbox_filled.wait()
+                while self._outbox:
+                    await self.links.requests.send(self._outbox[0])
+                    self._outbox.popleft()
+                self._outbox_filled.clear()
+                self._outbox_empty.set()
+        except TransportError:
+            return  # rank 0 has ended: the world says why
 
     async def failed(self) -> PipelinedError:
         """Why the pipeline cannot go on, after a link was seen to be gone; known a moment later."""
@@ -273,7 +309,10 @@ class Driver:
         for rank, link in self.links.health.items():
             number = next(self._numbers)
             waits[rank] = self._queries[number] = asyncio.get_running_loop().create_future()
-            await link.send(_encode(Query(number, what)))
+            try:
+                await link.send(_encode(Query(number, what)))
+            except TransportError:
+                raise await self.failed() from None
         try:
             async with self.clock.timeout(timeout_s):
                 for wait in waits.values():

@@ -65,8 +65,7 @@ class Core:
 
 
 def stage_error(error: BaseException, *, rank: int, stage: str, step: int | None = None) -> ErrorInfo:
-    """What a stage's own code raised, so that it can be raised elsewhere: it keeps its class only where that is one
-    that carries a place, or says that the owner cancelled."""
+    """What a stage's own code raised; of a class of its own only if that carries a place, or says who cancelled."""
     keeps = isinstance(error, RankError | RequestCancelled)
     return ErrorInfo(
         kind=type(error).__name__ if keeps else "StageError",

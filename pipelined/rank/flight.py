@@ -28,10 +28,10 @@ class Flight:
 
     __slots__ = ("_holds", "_known", "batch", "error", "inputs", "launch", "received", "step", "transfers")
 
-    def __init__(self, step: Step, batch: Any, transfers: list[Transfer[Received]]) -> None:
+    def __init__(self, step: Step, batch: Any) -> None:
         self.step = step
         self.batch = batch
-        self.transfers = transfers
+        self.transfers: list[Transfer[Received]] = []
         self.received: list[Received] = []
         self.inputs: Payload = {}
         self.launch: Launch | None = None

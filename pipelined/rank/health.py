@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -39,6 +40,7 @@ class Health:
         self._clock = clock
         self._counts = counts
         self._tracer = tracer
+        self._rss_imports_bytes = resident_bytes()  # the stage has been made, but not set up
         self.integrity: Callable[[], dict[str, int]] = lambda: {}
 
     async def run(self) -> None:
@@ -67,6 +69,8 @@ class Health:
                 "rank": self._rank,
                 "stage": self._stage.name,
                 "now_s": self._clock.now(),
+                "rss_bytes": resident_bytes(),
+                "rss_imports_bytes": self._rss_imports_bytes,
                 **dataclasses.asdict(self._counts),
                 **self._stage.stats(),
             }
@@ -77,3 +81,13 @@ class Health:
     def _trace_parts(self) -> list[list[Any]]:
         spans = self._tracer.drain()
         return [spans[at : at + _SPANS_A_PART] for at in range(0, max(1, len(spans)), _SPANS_A_PART)]
+
+
+def resident_bytes() -> int:
+    """Memory that this process has in RAM, without what it shares through files; 0 where that can't be known."""
+    try:
+        with open("/proc/self/statm") as file:
+            pages = file.read().split()
+    except OSError:
+        return 0
+    return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")

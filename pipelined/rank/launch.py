@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipelined.errors import ProtocolError, TransportError
 from pipelined.messages import ErrorInfo
+from pipelined.rank.payload import MAX_TENSORS
 
 if TYPE_CHECKING:
     import asyncio
@@ -57,16 +58,16 @@ class Launcher:
             await self._commits.put(None)
 
     async def _inputs(self, flight: Flight) -> None:
-        if not flight.transfers:
+        step = flight.step
+        if self._core.links.upstream is None:
             return
-        upstream, step = self._core.links.upstream, flight.step
-        assert upstream is not None
+        # Inputs are posted in order, and those of the steps before have arrived: the first receive is posted.
         received = [await self._arrived(flight.transfers[0], flight)]
         head = received[0].header
-        # How many tensors there are is known from the first; the others are right behind it.
-        flight.transfers.extend(upstream.post_recv((step.number, index)) for index in range(1, head.count))
         for transfer in flight.transfers[1:]:
             received.append(await self._arrived(transfer, flight))
+        if head.count != len(received):
+            raise ProtocolError(f"step {step.number} announces {head.count} tensors; expected 1 to {MAX_TENSORS}")
         if head.rows != step.rows:
             raise ProtocolError(
                 f"rank {self._core.config.rank}: the plan says {step.rows} rows for step {step.number}, "
@@ -99,12 +100,13 @@ class Launcher:
             return
         try:
             cost = core.stage.cost(flight.batch)
-        except Exception as error:  # noqa: BLE001 - the stage's own code
+            work = partial(core.stage.forward, flight.batch, flight.inputs)
+            launch = core.device.launch(work, cost=cost, reads=flight.reads())
+        except Exception as error:  # noqa: BLE001 - the stage's own code, and what a time model makes of its cost
+            core.counts.steps_void += 1
             flight.error = core.error_at(error, flight.step)
             flight.let_go(core.device)
             return
-        work = partial(core.stage.forward, flight.batch, flight.inputs)
-        launch = core.device.launch(work, cost=cost, reads=flight.reads())
         flight.launched(launch)
         launch.event.add_done_callback(partial(flight.let_go, core.device))
 

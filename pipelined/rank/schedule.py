@@ -28,6 +28,7 @@ from pipelined.messages import (
     ToRank,
 )
 from pipelined.rank.flight import Flight
+from pipelined.rank.inputs import Inputs
 
 if TYPE_CHECKING:
     from pipelined.messages import ErrorInfo
@@ -49,6 +50,7 @@ class Applier:
         self._core = core
         self._prepared = prepared
         self._next = 0
+        self._inputs = Inputs(core.links.upstream) if core.links.upstream is not None else None
 
     async def apply(self, step: Step, frame: bytes) -> None:
         """Prepare `step`, post the receive of its inputs, queue it for launching.
@@ -69,10 +71,10 @@ class Applier:
         batch, error = self._prepare(step)
         core.tracer.add("schedule", "prepare", started_s, core.clock.now(), step.number)
         if step.rows:
-            upstream = core.links.upstream
-            transfers = [upstream.post_recv((step.number, 0))] if upstream is not None else []
-            flight = Flight(step, batch, transfers)
+            flight = Flight(step, batch)
             flight.error = error
+            if self._inputs is not None:
+                self._inputs.expect(flight)
             await self._prepared.put(flight)
 
     def _prepare(self, step: Step) -> tuple[object, ErrorInfo | None]:
