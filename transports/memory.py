@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pipelined.messages import Peer, TensorHeader
     from pipelined.transport import EndpointSpec, Lane
 
-__all__ = ["MemoryEndpoint", "MemoryTransport"]
+__all__ = ["Board", "MemoryEndpoint", "MemoryTransport", "board_of"]
 
 
 class MemoryTransport:
@@ -40,15 +40,25 @@ class MemoryTransport:
 
     async def open(self, spec: EndpointSpec) -> MemoryEndpoint:
         """See `Transport`."""
-        objects = getattr(spec.rendezvous, "objects", None)
-        if not isinstance(objects, dict):
-            raise ConfigError("memory:// links peers of one process: it needs a MemoryRendezvous; use shm:// otherwise")
-        board = objects.setdefault("memory", _Board())
-        assert isinstance(board, _Board)
+        board = board_of(spec, self.scheme)
         return await MemoryEndpoint(spec, self.capabilities, board, self._window or spec.window).connect_first()
 
 
-class _Board:
+def board_of(spec: EndpointSpec, scheme: str) -> Board:
+    """The board of a rendezvous for one scheme.
+
+    Raises:
+        ConfigError: The rendezvous is none of one process.
+    """
+    objects = getattr(spec.rendezvous, "objects", None)
+    if not isinstance(objects, dict):
+        raise ConfigError(f"{scheme}:// links peers of one process: it needs a MemoryRendezvous; use shm:// otherwise")
+    board = objects.setdefault(scheme, Board())
+    assert isinstance(board, Board)
+    return board
+
+
+class Board:
     """The open endpoints of one rendezvous, and who waits for another one."""
 
     def __init__(self) -> None:
@@ -56,6 +66,7 @@ class _Board:
         self._endpoints: dict[Peer, list[MemoryEndpoint]] = {}
 
     def add(self, endpoint: MemoryEndpoint) -> None:
+        """It is open; everybody looks again."""
         with self._lock:
             of_peer = self._endpoints.setdefault(endpoint.me, [])
             if any(other.spec.epoch == endpoint.spec.epoch for other in of_peer):
@@ -66,6 +77,7 @@ class _Board:
             other.call(other.look_again)
 
     def remove(self, endpoint: MemoryEndpoint) -> None:
+        """It closed."""
         with self._lock:
             of_peer = self._endpoints[endpoint.me]
             of_peer.remove(endpoint)
@@ -109,7 +121,7 @@ class _Tensors(TensorLane):
 class MemoryEndpoint(BaseEndpoint):
     """One peer of one process. What other endpoints do to it goes through `call`, so that it happens on its loop."""
 
-    def __init__(self, spec: EndpointSpec, capabilities: Capabilities, board: _Board, window: int) -> None:
+    def __init__(self, spec: EndpointSpec, capabilities: Capabilities, board: Board, window: int) -> None:
         super().__init__(spec, capabilities)
         self.window = window
         self._board = board

@@ -48,7 +48,7 @@ class WrappedTransport:
             ConfigError: The inner transport's endpoints have no place for taps.
         """
         endpoint = await self.inner.open(self.tapped(spec))
-        if not isinstance(endpoint, BaseEndpoint):
+        if BaseEndpoint not in type(endpoint).__mro__:
             endpoint.abort()
             raise ConfigError(
                 f"{self.name}+ can't wrap {self.inner.scheme}://: its endpoint is no pipelined.transport.endpoint."

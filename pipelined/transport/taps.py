@@ -153,6 +153,7 @@ class HoldingTap(Tap):
 
 def own_copy(item: Outgoing, then: Callable[[Outgoing], None], wanted: Callable[[], bool] | None = None) -> None:
     """Call `then` with the same frame over memory of its own, at once or, if it is large, a little later."""
-    assert isinstance(item.body, torch.Tensor) and item.header is not None
+    assert isinstance(item.body, torch.Tensor)
+    assert item.header is not None
     header, copy = item.header, torch.empty(item.body.nbytes, dtype=torch.uint8)
     copy_sliced(copy, raw_bytes(item.body), lambda: then(Outgoing(tensor_over(copy, header), header)), wanted)

@@ -152,7 +152,8 @@ class TensorLane(LaneEnd, abc.ABC):
 
     def _wire(self, item: Outgoing) -> None:
         if self.alive:
-            assert isinstance(item.body, torch.Tensor) and item.header is not None
+            assert isinstance(item.body, torch.Tensor)
+            assert item.header is not None
             self.transmit(item.header, item.body, item.sent)
         else:
             item.sent()
