@@ -110,9 +110,10 @@ async def check_a_frozen_peer_holds_up_nobody(world: World) -> None:
         child.stop()
         bound_s = world.capabilities.peer_lost_bound_s
         hidden, kv = links.tensors[Lane.HIDDEN], links.tensors[Lane.KV]
-        start_s, receives = world.now(), [kv.post_recv((step, 0)) for step in range(8)]
-        for step in range(8):
-            hidden.post_send(pattern(step, 1 << 20), header(step))
+        receives = [kv.post_recv((step, 0)) for step in range(8)]
+        patterns, start_s = [pattern(step, 1 << 20) for step in range(8)], world.now()
+        for step, tensor in enumerate(patterns):
+            hidden.post_send(tensor, header(step))
         posted_s = world.now() - start_s
         world.expect(posted_s < 0.5, f"posting to a frozen peer took {posted_s:.1f} s", "it to return at once")
         await asyncio.sleep(bound_s + GRACE_S)
