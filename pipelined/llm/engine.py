@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from pipelined.clock import off_loop
 from pipelined.errors import ConfigError, InvalidRequestError, ModelError, PipelinedError, TransportError, nearest
 from pipelined.llm.config import EngineConfig
 from pipelined.llm.partition import partition_layers
@@ -22,7 +22,7 @@ from pipelined.pipeline import Driver, ProcessWorld, TaskWorld, World
 from pipelined.rank import LinkPlan, RankConfig
 from pipelined.rank.description import FAMILIES, ModelPart, PlannerRef, RankDescription
 from pipelined.scheduler import SchedulerConfig
-from pipelined.stage import LoadOptions, ModelInfo
+from pipelined.stage import DEVICES, LoadOptions, ModelInfo
 from pipelined.trace import Span
 
 if TYPE_CHECKING:
@@ -80,7 +80,12 @@ class AsyncLLM:
             ConfigError: The model, the partition or a setting cannot be.
         """
         self.config = model if isinstance(model, EngineConfig) else _config(model, settings)
+        kind = self.config.device.partition(":")[0]
+        if kind not in DEVICES:
+            raise ConfigError(f"unknown device {self.config.device!r}{nearest(kind, DEVICES)}")
         self.info = inspect_model(self.config)
+        if kind == "emulated" and self.info.family != "emulated":
+            raise ConfigError(f"an emulated device has no time model for {self.info.ref!r}; use device='cpu'")
         self.layers = partition_layers(self.info, self.config.pp_size, self.config.layer_partition)
         self.scheduling = SchedulerConfig(
             context_length=self.info.context_length,
@@ -97,7 +102,7 @@ class AsyncLLM:
         self._links = LinkPlan.choose(transport, processes=self._processes)
         self._driver: Driver | None = None
         self._live: dict[str, LiveRequest] = {}
-        self._ids = itertools.count()
+        self._keys = itertools.count()
 
     def __repr__(self) -> str:
         return f"<AsyncLLM {self.info.ref} {self.config.pp_size} stages {len(self._live)} requests>"
@@ -213,14 +218,15 @@ class AsyncLLM:
         params = with_seed(params or SamplingParams())
         text = prompt if isinstance(prompt, str) else None
         if len(prompt) > _ENCODE_INLINE_CHARACTERS:
-            tokens = await asyncio.to_thread(self.check, prompt, params)
+            tokens = await off_loop(lambda: self.check(prompt, params))
         else:
             tokens = self.check(prompt, params)
-        request_id = request_id if request_id is not None else f"request-{next(self._ids)}"
-        if request_id in self._live:
+        key = str(next(self._keys))
+        request_id = request_id if request_id is not None else f"request-{key}"
+        if self._named(request_id) is not None:
             raise InvalidRequestError(f"request id {request_id!r} is in use")
-        live = LiveRequest(request_id, text, tokens, params, self.tokenizer, driver.clock.now())
-        self._live[request_id] = live
+        live = LiveRequest(request_id, text, tokens, params, self.tokenizer, driver.clock.now(), key)
+        self._live[key] = live
         try:
             for message in live.messages(self.info.eos_token_ids):
                 await driver.tell(message)
@@ -228,7 +234,7 @@ class AsyncLLM:
                 await live.changed()
                 yield live.output
         finally:
-            del self._live[request_id]
+            del self._live[key]
             if not driver.failure.done():
                 for sub_id in live.unfinished():
                     await self._cancel(sub_id)
@@ -240,9 +246,12 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """End a request; its output finishes with reason "abort". Unknown ids are ignored."""
-        live = self._live.get(request_id)
+        live = self._named(request_id)
         for sub_id in live.unfinished() if live else ():
             await self._cancel(sub_id)
+
+    def _named(self, request_id: str) -> LiveRequest | None:
+        return next((live for live in self._live.values() if live.id == request_id), None)
 
     async def _cancel(self, sub_id: str) -> None:
         try:
@@ -256,8 +265,8 @@ class AsyncLLM:
             return
         now_s = driver.clock.now()
         for news in outputs.outputs:
-            request_id, _, choice = news.id.rpartition("/")
-            live = self._live.get(request_id)
+            key, _, choice = news.id.rpartition("/")
+            live = self._live.get(key)
             if live is not None and live.hear(int(choice), news, now_s):
                 driver.tell_nowait(Cancel(news.id))
 

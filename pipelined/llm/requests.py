@@ -37,8 +37,11 @@ class LiveRequest:
         params: SamplingParams,
         tokenizer: Tokenizer,
         now_s: float,
+        key: str,
     ) -> None:
+        """Args: key: names it to rank 0; never used twice, whatever ids users choose."""
         self.id = request_id
+        self.key = key
         self.params = params
         self.output = RequestOutput(request_id, prompt, token_ids, [CompletionOutput(i) for i in range(params.n)])
         self.error: PipelinedError | None = None
@@ -53,7 +56,7 @@ class LiveRequest:
 
     def sub_id(self, choice: int) -> str:
         """The scheduler's name for one continuation."""
-        return f"{self.id}/{choice}"
+        return f"{self.key}/{choice}"
 
     def messages(self, eos: tuple[int, ...]) -> list[Request]:
         """What rank 0 is asked: a sequence a continuation."""

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pipelined.errors import DeadlineError, PipelinedError, ProtocolError
-from pipelined.messages import ErrorInfo, FromRank, Ready, Start, Started, StartFailed, ToRank
+from pipelined.errors import ConfigError, DeadlineError, ProtocolError
+from pipelined.messages import FromRank, Ready, Start, Started, StartFailed, ToRank
 from pipelined.rank.commit import Committer
-from pipelined.rank.core import Core, RankContext
+from pipelined.rank.core import Core, RankContext, stage_error
 from pipelined.rank.deadlines import Deadlines
 from pipelined.rank.health import Health
 from pipelined.rank.launch import Launcher
@@ -29,15 +29,17 @@ if TYPE_CHECKING:
     from pipelined.rank.planner import Planner
     from pipelined.stage import Device, Stage
 
-__all__ = ["Rank", "SetupFailed"]
+__all__ = ["Rank"]
+
+_MARGIN_S = 2.0
+"""Rank 0 knows who is missing, so that the others wait a little longer than it does."""
+
+_CLOSE_S = 10.0
+"""A stage that hangs is not waited for longer."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
 _decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode
-
-
-class SetupFailed(PipelinedError):
-    """A stage could not be set up; the driver has been told why."""
 
 
 class Rank:
@@ -71,7 +73,7 @@ class Rank:
         """Set up, agree on the capacity, run steps until told to stop.
 
         Raises:
-            SetupFailed: The stage could not be set up, here or on another rank.
+            StageError, ConfigError: The stage could not be set up, here or on another rank; names it.
             RankError, TransportError, DeadlineError, ProtocolError: The epoch is over.
         """
         core = Core(
@@ -102,10 +104,14 @@ class Rank:
 
     async def aclose(self) -> None:
         """Tear the stage down and stop the device."""
-        if self._is_set_up:
-            self._is_set_up = False
-            await self._on_device(self.stage.teardown)
-        await self.device.aclose()
+        try:
+            async with self.clock.timeout(_CLOSE_S):
+                if self._is_set_up:
+                    self._is_set_up = False
+                    await self._on_device(self.stage.teardown)
+                await self.device.aclose()
+        except TimeoutError as error:
+            raise DeadlineError(f"{self!r} still computes, {_CLOSE_S:g} s after it was told to end") from error
 
     def _integrity(self) -> dict[str, int]:
         held = {f"stage.{name}": count for name, count in self.stage.integrity().items()}
@@ -139,8 +145,10 @@ class Rank:
         try:
             capacity = await self._on_device(work)
         except Exception as error:  # noqa: BLE001 - the stage's own code: reported to the driver
-            info = ErrorInfo.of(error)
-            info = msgspec.structs.replace(info, rank=config.rank, stage=self.stage.name)
+            info = stage_error(error, rank=config.rank, stage=self.stage.name)
+            if isinstance(error, ConfigError):  # whoever asked for it can mend it, and knows it by its class
+                place = f"rank {config.rank}, stage {self.stage.name}"
+                info = msgspec.structs.replace(info, kind=type(error).__name__, message=f"{place}: {error}")
             return Ready(core.epoch, config.rank, error=info)
         return Ready(core.epoch, config.rank, capacity)
 
@@ -155,9 +163,9 @@ class Rank:
             return await self._gather(core, own)
         await core.links.results[0].send(_encode(own))
         if own.error is not None:
-            raise SetupFailed(f"{self!r}: {own.error.message}")
+            raise own.error.exception()
         try:
-            async with self.clock.timeout(self.config.setup_timeout_s):
+            async with self.clock.timeout(self.config.setup_timeout_s + _MARGIN_S):
                 message = _decode_to_rank(await core.links.steps[0].receive())
         except TimeoutError as error:
             raise DeadlineError(f"{self!r}: rank 0 gave no start within {self.config.setup_timeout_s:g} s") from error
@@ -188,7 +196,7 @@ class Rank:
         for rank, message in sorted(ready.items()):
             if message.error is not None:
                 await core.links.news.send(_encode(StartFailed(core.epoch, rank, message.error)))
-                raise SetupFailed(f"rank {rank}: {message.error.message}")
+                raise message.error.exception()
         capacities = [message.capacity for message in ready.values() if message.capacity is not None]
         capacity = min(capacities, default=None)
         for link in core.links.steps.values():

@@ -84,10 +84,10 @@ class Health:
 
 
 def resident_bytes() -> int:
-    """Memory that this process has in RAM, without what it shares through files; 0 where that can't be known."""
+    """Memory that this process has in RAM, mapped files (weights) included; 0 where that can't be known."""
     try:
         with open("/proc/self/statm") as file:
             pages = file.read().split()
     except OSError:
         return 0
-    return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
+    return int(pages[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -9,6 +9,7 @@ import torch
 
 from pipelined.errors import ConfigError, ProtocolError
 from pipelined.messages import ErrorInfo, TensorHeader
+from pipelined.stage import LOGICAL_BYTES
 from pipelined.transport.buffers import dtype_of
 
 if TYPE_CHECKING:
@@ -29,11 +30,19 @@ _encode = msgspec.msgpack.Encoder().encode
 def split(payload: Payload, *, step: int, rows: int) -> list[tuple[TensorHeader, torch.Tensor]]:
     """The frames that carry a payload: one for each tensor; builtins travel in the first one's header.
 
+    `LOGICAL_BYTES` does not travel: the first header says what a simulated link charges.
+
     Raises:
         ConfigError: A value is neither a tensor nor something that msgspec can encode, or there are too many tensors.
     """
     if not isinstance(payload, dict):
         raise ConfigError(f"a payload is a dict of tensors and builtins, not a {type(payload).__name__}")
+    charged_bytes = 0
+    if LOGICAL_BYTES in payload:
+        payload = dict(payload)
+        charged_bytes = payload.pop(LOGICAL_BYTES)
+        if type(charged_bytes) is not int or charged_bytes < 0:
+            raise ConfigError(f"{LOGICAL_BYTES}={charged_bytes!r}: expected a whole number of bytes, 0 or more")
     tensors = [(name, value) for name, value in payload.items() if isinstance(value, torch.Tensor)]
     for name in payload:
         if not isinstance(name, str) or not name:
@@ -53,12 +62,15 @@ def split(payload: Payload, *, step: int, rows: int) -> list[tuple[TensorHeader,
                 f"a payload holds tensors and builtins that msgspec can encode; these cannot travel ({kinds}): {error}"
             ) from error
     if not tensors:
-        return [(TensorHeader(0, step, rows=rows, meta=meta), _NOTHING)]
+        return [(TensorHeader(0, step, rows=rows, meta=meta, logical_bytes=charged_bytes), _NOTHING)]
     count = len(tensors)
-    return [
+    frames = [
         (TensorHeader(0, step, index, count, rows, name, meta=b"" if index else meta), tensor)
         for index, (name, tensor) in enumerate(tensors)
     ]
+    if charged_bytes:  # all of it with the first frame
+        frames[0] = (msgspec.structs.replace(frames[0][0], logical_bytes=charged_bytes), frames[0][1])
+    return frames
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:

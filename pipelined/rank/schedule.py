@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pipelined.errors import EndOfLane, ProtocolError
+from pipelined.errors import DeadlineError, EndOfLane, ProtocolError
 from pipelined.messages import (
     Cancel,
     CancelInput,
@@ -125,6 +125,7 @@ class Leader:
         self._in_flight: set[int] = set()
         self._wake = asyncio.Event()
         self._stopping = False
+        self._progress_s = 0.0
 
     def __repr__(self) -> str:
         return f"<Leader in_flight={len(self._in_flight)}/{self._core.config.window} stopping={self._stopping}>"
@@ -164,11 +165,29 @@ class Leader:
                 return
             waited_s = clock.now()
             cause = "window" if len(self._in_flight) >= core.config.window else "no_work"
-            await self._wake.wait()
+            await self._woken()
             tracer.add("schedule", "wait", waited_s, clock.now(), detail=cause)
+
+    async def _woken(self) -> None:
+        """Wait for anything new; while a result is owed, no longer than that may take."""
+        core = self._core
+        if not self._in_flight:
+            await self._wake.wait()
+            return
+        timeout_s = core.deadlines.timeout_s
+        try:
+            async with core.clock.timeout(max(0.0, self._progress_s + timeout_s - core.clock.now())):
+                await self._wake.wait()
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"rank 0, lane RESULTS: the result of step {min(self._in_flight)} from rank {core.config.size - 1} "
+                f"did not come within {timeout_s:g} s"
+            ) from error
 
     async def _send(self, step: Step) -> None:
         if step.rows:
+            if not self._in_flight:
+                self._progress_s = self._core.clock.now()
             self._in_flight.add(step.number)
         frame = _encode(step)
         for link in self._core.links.steps.values():
@@ -190,9 +209,11 @@ class Leader:
             if message.epoch != self._core.epoch or message.number not in self._in_flight:
                 raise ProtocolError(f"a result for step {message.number} of epoch {message.epoch}, which is not owed")
             self._in_flight.discard(message.number)
+            self._progress_s = self._core.clock.now()
             self._planner.apply(message)
             self._wake.set()
         elif isinstance(message, StageTimes):
+            self._core.deadlines.saw(max((seconds for _, seconds in message.times), default=0.0))
             self._planner.observe(message)
         elif not isinstance(message, Stopped):
             raise ProtocolError(f"rank 0 got {type(message).__name__} instead of a result")
