@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
@@ -14,10 +14,14 @@ if TYPE_CHECKING:
     from pipelined.messages import Outcome, Step
     from pipelined.transport.topology import Topology
 
-__all__ = ["LoadOptions", "ModelFamily", "ModelInfo", "Payload", "Stage", "StageContext"]
+__all__ = ["LOGICAL_BYTES", "LoadOptions", "ModelFamily", "ModelInfo", "Payload", "Stage", "StageContext"]
 
 Payload = dict[str, Any]
 """What flows between stages for one step: tensors, and builtins that msgspec can encode."""
+
+
+LOGICAL_BYTES: Final = "__logical_bytes__"
+"""Reserved key of a payload that a stage returns: what a simulated link shall charge for all of it, in bytes."""
 
 
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
