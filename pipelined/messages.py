@@ -188,6 +188,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         Raises:
             InvalidRequestError: Names the field, its value and the range.
         """
+        try:
+            # What is built in Python is not validated, and what does not fit would fail on the other side.
+            msgspec.convert(msgspec.to_builtins(self), SamplingParams)
+        except (msgspec.ValidationError, TypeError, OverflowError) as error:
+            raise errors.InvalidRequestError(f"a sampling parameter is of the wrong type: {error}") from None
         for field, ok, expected in self._rules():
             if not ok:
                 raise errors.InvalidRequestError(f"{field}={getattr(self, field)!r} is out of range: {expected}")

@@ -46,7 +46,12 @@ async def own_copy(view: torch.Tensor) -> torch.Tensor:
     """A copy of the transport's memory, for the caller to keep. Not `clone`: torch's threads would spin beside it."""
     copy = torch.empty(view.shape, dtype=view.dtype)
     copied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    copy_sliced(raw_bytes(copy), raw_bytes(view), lambda: copied.done() or copied.set_result(None))
+
+    def landed() -> None:
+        if not copied.done():
+            copied.set_result(None)
+
+    copy_sliced(raw_bytes(copy), raw_bytes(view), landed)
     if not copied.done():
         await copied
     return copy
