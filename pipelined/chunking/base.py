@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from pipelined.costs import MicroBatch
 
 __all__ = ["Budget", "ChunkPolicy", "Load"]
 
@@ -15,12 +18,16 @@ class Load(NamedTuple):
         decode_context_tokens: Sum of their context lengths.
         prompts: Prompts that still have tokens to prefill, admitted or waiting.
         prompts_in_flight: Those of them that are admitted.
+        queue: The first of those prompts, in the order in which they are served: (prefix tokens, tokens left) each.
+        flying: What is in the micro-batches in flight, the oldest first.
     """
 
     decodes: int = 0
     decode_context_tokens: int = 0
     prompts: int = 0
     prompts_in_flight: int = 0
+    queue: tuple[tuple[int, int], ...] = ()
+    flying: tuple[MicroBatch, ...] = ()
 
 
 class Budget(Protocol):

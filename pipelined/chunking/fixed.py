@@ -9,7 +9,7 @@ from pipelined.errors import ConfigError
 if TYPE_CHECKING:
     from pipelined.chunking.base import Load
 
-__all__ = ["FixedChunks"]
+__all__ = ["FixedChunks", "TokenBudget"]
 
 
 class FixedChunks:
@@ -26,19 +26,23 @@ class FixedChunks:
     def __repr__(self) -> str:
         return f"<FixedChunks {self.chunked_prefill_size}>"
 
-    def micro_batch(self, load: Load) -> _FixedBudget:
+    def micro_batch(self, load: Load) -> TokenBudget:
         """The same for every micro-batch."""
-        return _FixedBudget(self.chunked_prefill_size)
+        return TokenBudget(self.chunked_prefill_size)
 
 
-class _FixedBudget:
+class TokenBudget:
+    """So many tokens, whoever takes them."""
+
     __slots__ = ("_left",)
 
     def __init__(self, tokens: int) -> None:
         self._left = tokens
 
     def offer(self, prefix_tokens: int, remaining_tokens: int) -> int:
+        """What is left."""
         return min(self._left, remaining_tokens)
 
     def spend(self, prefix_tokens: int, tokens: int) -> None:
+        """The chunk was planned."""
         self._left -= tokens

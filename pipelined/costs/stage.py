@@ -125,16 +125,25 @@ class StageCost:
             seconds = seconds + window.d * np.minimum(L, w) + 2 * window.a * pairs
         return seconds
 
+    def rates_s(self, prefix_tokens: FloatArray) -> FloatArray:
+        """Seconds that one more token takes, behind so many."""
+        rate: FloatArray = self.b + 2 * self.a * prefix_tokens
+        for window in self.windows:
+            rate = rate + 2 * window.a * np.minimum(prefix_tokens, float(window.tokens))
+        return rate
+
+    def looks_s(self, prefix_tokens: FloatArray) -> FloatArray:
+        """Seconds that a chunk takes for its prefix alone, whatever its size."""
+        look: FloatArray = self.d * prefix_tokens
+        for window in self.windows:
+            look = look + window.d * np.minimum(prefix_tokens, float(window.tokens))
+        return look
+
     def many_within(self, prefix_tokens: FloatArray, seconds: FloatArray) -> FloatArray:
         """`tokens_within` of many at once (arrays that broadcast)."""
         L = prefix_tokens
-        left: FloatArray = seconds - self.d * L
-        slope = self.b + 2 * self.a * L
-        for window in self.windows:
-            near = np.minimum(L, float(window.tokens))
-            left = left - window.d * near
-            slope = slope + 2 * window.a * near
-        left = np.maximum(left, 0.0)
+        left = np.maximum(seconds - self.looks_s(L), 0.0)
+        slope = self.rates_s(L)
         with np.errstate(divide="ignore", invalid="ignore"):
             x: FloatArray = 2 * left / (slope + np.sqrt(slope * slope + 4 * self.a * left))
         x = np.where(left > 0, np.nan_to_num(x, nan=0.0, posinf=math.inf), 0.0)
@@ -145,11 +154,8 @@ class StageCost:
                 x = np.minimum(x, window.tokens + left / (2 * window.a * window.tokens))
         x, start = np.minimum(x, 1e15), self.chunks_s(L, np.zeros_like(x))
         for _ in range(12):
-            grade = self.b + 2 * self.a * (L + x)
-            for window in self.windows:
-                grade = grade + 2 * window.a * np.minimum(L + x, float(window.tokens))
             with np.errstate(divide="ignore", invalid="ignore"):
-                x = x - np.nan_to_num((self.chunks_s(L, x) - start - left) / grade)
+                x = x - np.nan_to_num((self.chunks_s(L, x) - start - left) / self.rates_s(L + x))
         return x
 
 
