@@ -9,6 +9,7 @@ be sent. The list of layers keeps its length, so that layer numbers, layer types
 from __future__ import annotations
 
 import inspect
+import threading
 import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from .paged_kv import PagedCache
 
 __all__ = ["Sliced", "causal_class", "legal_cuts", "load_slice", "supported"]
+
+_LOADING = threading.Lock()
+"""While it loads, transformers changes the process's default dtype and more; ranks may be threads of one process."""
 
 
 @dataclass
@@ -238,21 +242,17 @@ def load_slice(
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,  # reported below, by name
     }
-    if path is None:
-        options["state_dict"] = _dummy_weights(cut, config, dtype)
-    else:
+    if path is not None:
         options |= {"local_files_only": True, "use_safetensors": True, "trust_remote_code": trust_remote_code}
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
     try:
-        model, loaded = cut.from_pretrained(path, **options)
+        with _LOADING:
+            if path is None:
+                options["state_dict"] = _dummy_weights(cut, config, dtype)
+            model, loaded = _without_bars(cut, path, options)
     except ModelError:
         raise
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise ModelError(f"cannot load {model_class.__name__} from {path or 'random weights'}: {error}") from error
-    finally:
-        if bars:
-            logging.enable_progress_bar()
     wrong = sorted(loaded["missing_keys"]) + sorted(str(key) for key in loaded["mismatched_keys"])
     if wrong:
         shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
@@ -260,6 +260,16 @@ def load_slice(
     model.requires_grad_(False)
     _lay_out_for_decode(model)
     return Sliced(model, layers, port, cache)
+
+
+def _without_bars(cut: type[Any], path: str | None, options: dict[str, Any]) -> Any:
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        return cut.from_pretrained(path, **options)
+    finally:
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _lay_out_for_decode(model: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,15 @@ def test_dtype_is_that_of_weights_and_activations(saved: Path) -> None:
         hidden = part.hidden(torch.tensor([1, 2]), None, torch.arange(2))
     assert hidden.dtype == torch.bfloat16
     assert {parameter.dtype for parameter in part.model.parameters()} == {torch.bfloat16}
+
+
+def test_slices_load_at_the_same_time_in_one_process(saved: Path) -> None:
+    jobs = [((0, 1), torch.bfloat16), ((1, 2), torch.float32), ((2, 3), torch.float16), ((0, 3), torch.float32)] * 3
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        parts = list(pool.map(lambda job: load(job[0], saved, dtype=job[1]), jobs))
+    for part, (_, dtype) in zip(parts, jobs, strict=True):
+        assert {parameter.dtype for parameter in part.model.parameters()} == {dtype}
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_missing_weights_are_named(saved: Path) -> None:
