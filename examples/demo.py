@@ -1,6 +1,6 @@
-"""A language model over two ranks reads a document of a few thousand tokens, with a sentence hidden in it, and finds it.
+"""A language model over two ranks reads a document of a few thousand tokens, and finds the sentence hidden in it.
 
-Run by `make demo`. What it shows: the answer, streamed; that without the hidden sentence the answer differs; the time to
+Run by `make demo`. It shows: the answer, streamed; that without the hidden sentence the answer differs; the time to
 first token of two ranks against one; what each rank did when, as a table and as a picture (timeline.html).
 """
 
@@ -33,7 +33,6 @@ HIDDEN = "The password of the harbour gate is MAGNOLIA."
 QUESTION = "What is the password of the harbour gate?"
 SECRET = "MAGNOLIA"
 ANSWER = SamplingParams(max_tokens=32, temperature=0.0)
-SETTINGS = {"threads_per_rank": 1, "chunked_prefill_size": 256, "disable_radix_cache": True}
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -66,6 +65,11 @@ def waiting(what: str) -> Iterator[None]:
     console.print(f"{what}: {time.perf_counter() - started_s:.1f} s", style="dim")
 
 
+def engine(pp_size: int) -> AsyncLLM:
+    """The engine, not started. What it has read before does not help it, so that every prompt costs the same."""
+    return AsyncLLM("smollm2", pp_size=pp_size, threads_per_rank=1, chunked_prefill_size=256, disable_radix_cache=True)
+
+
 def document(llm: AsyncLLM, tokens: int, *, hidden: bool) -> str:
     """The first `tokens` tokens, with the sentence in the middle, a paragraph of its own."""
     ids = llm.tokenizer.encode(DOCUMENT.read_text(encoding="utf-8"))[:tokens]
@@ -82,8 +86,8 @@ async def ask(llm: AsyncLLM, text: str, *, stream: bool = False) -> Answer:
     answers = llm.generate(prompt, ANSWER)
     with waiting(f"reading {len(prompt):,} tokens on {llm.config.pp_size} rank{'s' * (llm.config.pp_size > 1)}"):
         output = await anext(answers)
-    assert output.metrics.ttft_s is not None
-    first_token_s = started_s + output.metrics.ttft_s
+    ttft_s = output.metrics.ttft_s
+    assert ttft_s is not None
     shown = 0
     while not output.finished:
         shown = show(output, shown) if stream else 0
@@ -93,8 +97,8 @@ async def ask(llm: AsyncLLM, text: str, *, stream: bool = False) -> Answer:
         console.print()
     spans = await llm.trace()
     ranks = [RankTrace(rank, layers(llm, rank), own) for rank, own in spans.items()]
-    trace = Trace.of(ranks, started_s=started_s, ended_s=first_token_s, meta={"prompt tokens": len(prompt)})
-    return Answer(output, trace, output.metrics.ttft_s)
+    trace = Trace.of(ranks, started_s=started_s, ended_s=started_s + ttft_s, meta={"prompt tokens": len(prompt)})
+    return Answer(output, trace, ttft_s)
 
 
 def show(output: RequestOutput, shown: int) -> int:
@@ -112,7 +116,7 @@ def layers(llm: AsyncLLM, rank: int) -> str:
 async def demo(arguments: argparse.Namespace) -> int:
     console.print("[bold]1. Two ranks, a process and a thread each[/]")
     with waiting("looking at the model"):
-        llm = AsyncLLM("smollm2", pp_size=2, **SETTINGS)
+        llm = engine(2)
         document_with = document(llm, arguments.tokens, hidden=True)
         document_without = document(llm, arguments.tokens, hidden=False)
     async with started(llm):
@@ -121,13 +125,13 @@ async def demo(arguments: argparse.Namespace) -> int:
         console.print("\n[bold]2. The same document without the hidden sentence[/]")
         without = await ask(llm, document_without, stream=True)
     console.print("\n[bold]3. One rank with one thread, for comparison[/]")
-    async with started(AsyncLLM("smollm2", pp_size=1, **SETTINGS)) as single:
+    async with started(engine(1)) as single:
         one = await ask(single, document_with)
     report(one, two, arguments.timeline)
     return verdict(one, two, without)
 
 
-class started:  # noqa: N801 - reads like a function
+class started:
     """An engine, loaded and warmed up by one short request, so that no measurement pays for what happens once."""
 
     def __init__(self, llm: AsyncLLM) -> None:
