@@ -125,18 +125,13 @@ def paged_attention(
     Raises:
         ModelError: The architecture wants something that is not offered here.
     """
-    cache: PagedCache = getattr(module, CACHE_ATTRIBUTE)
-    layer = cache.current
-    if layer is None:
-        raise ModelError(f"{type(module).__name__} attends without caching its keys and cannot be sliced")
     if attention_mask is not None or position_bias is not None or is_causal is False:
         raise ModelError(f"{type(module).__name__} attends with a mask or bias of its own and cannot be sliced")
-    cache.current = None
+    source = _source(module)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rule = _Rule(scale, sliding_window, _chunk_of(module), softcap)
-    source = _Source(cache, layer, getattr(module, "expand_kv", None))
     heads, rows, kv_heads, width = query.shape[1], query.shape[2], key.shape[1], value.shape[3]
-    spans = cache.ragged.spans
+    spans = source.cache.ragged.spans
     if len(spans) == 1 and rows > 1:
         merged = _span(query[0], key[0], value[0], 0, source, rule, s_aux)
         return merged.permute(2, 0, 1, 3).reshape(1, rows, heads, width), None
@@ -200,6 +195,15 @@ class _Source:
             return keys, values
         keys, values = self.expand(keys.unsqueeze(0), values.unsqueeze(0))
         return keys[0], values[0]
+
+
+def _source(module: torch.nn.Module) -> _Source:
+    """Where the layer whose keys were cached last keeps them: that of the attention that is about to run."""
+    cache: PagedCache = getattr(module, CACHE_ATTRIBUTE)
+    layer, cache.current = cache.current, None
+    if layer is None:
+        raise ModelError(f"{type(module).__name__} attends without caching its keys and cannot be sliced")
+    return _Source(cache, layer, getattr(module, "expand_kv", None))
 
 
 def _decode(query: torch.Tensor, index: int, source: _Source, rule: _Rule, sinks: torch.Tensor | None) -> torch.Tensor:

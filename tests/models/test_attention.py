@@ -162,9 +162,10 @@ def test_refuses_what_it_would_ignore() -> None:
     query = torch.zeros(1, 2, 3, 8)
     with pytest.raises(ModelError, match="without caching"):
         attention.paged_attention(case.module, query, query, query, None)
-    case.cache.update(query, query, 0)
     with pytest.raises(ModelError, match="mask or bias"):
         attention.paged_attention(case.module, query, query, query, torch.zeros(3, 3))
+    with pytest.raises(ModelError, match="mask or bias"):
+        attention.paged_attention(case.module, query, query, query, None, is_causal=False)
 
 
 def test_stale_memory_is_never_read() -> None:
