@@ -190,7 +190,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """
         try:
             # What is built in Python is not validated, and what does not fit would fail on the other side.
-            msgspec.convert(msgspec.to_builtins(self), SamplingParams)
+            msgspec.msgpack.decode(msgspec.msgpack.encode(self), type=SamplingParams)
         except (msgspec.ValidationError, TypeError, OverflowError) as error:
             raise errors.InvalidRequestError(f"a sampling parameter is of the wrong type: {error}") from None
         for field, ok, expected in self._rules():

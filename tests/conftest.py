@@ -18,6 +18,8 @@ _SCANNED = ["pipelined", "pipelined.transports", "pipelined.models"]
 _MAY_BLOCK = {
     # Small files of one's own, once a link, before anything flows.
     "transport/rendezvous.py": {"publish", "get", "__init__"},
+    # /proc is memory, not a disk.
+    "rank/health.py": {"resident_bytes"},
     # Looking up plug-ins reads the metadata of installed packages, once a pipeline.
     "importlib/metadata/__init__.py": {"entry_points", "distributions", "read_text"},
     # An import on first use reads files.

@@ -67,6 +67,8 @@ class EngineConfig:
         for name in ("step_timeout_s", "setup_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} is out of range; expected more than 0")
+        if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.page_size:
+            raise ConfigError(f"kv_cache_tokens={self.kv_cache_tokens} is less than a page of {self.page_size} tokens")
         if self.workers not in ("process", "task"):
             raise ConfigError(f"workers={self.workers!r}: expected 'process' or 'task'")
 

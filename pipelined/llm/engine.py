@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Sequence
 from functools import cached_property
 from importlib.metadata import entry_points
@@ -185,7 +186,7 @@ class AsyncLLM:
                 raise InvalidRequestError("the prompt is empty; expected at least one token")
             tokens = self.tokenizer.encode(prompt)
         else:
-            tokens = [int(token) for token in prompt]
+            tokens = _token_ids(prompt)
         if not tokens:
             raise InvalidRequestError("the prompt is empty; expected at least one token")
         wrong = next((token for token in tokens if not 0 <= token < self.info.vocab_size), None)
@@ -288,6 +289,14 @@ class AsyncLLM:
         """The spans of each rank since the last call."""
         spans = await self._open().query("trace")
         return {rank: [Span(*span) for span in of_rank] for rank, of_rank in spans.items()}
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError:
+        wrong = next(token for token in prompt if not hasattr(token, "__index__"))
+        raise InvalidRequestError(f"token id {wrong!r} is no whole number; expected text, or a list of them") from None
 
 
 def _config(model: str, settings: dict[str, Any]) -> EngineConfig:

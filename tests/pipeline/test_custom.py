@@ -19,18 +19,31 @@ from pipeline_stages import Add, Lives, Pass, RaisesOn, Returns
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
 
 _tensors = st.builds(
-    lambda dtype, shape, start: (torch.arange(start, start + int(torch.tensor(shape).prod()), 1) % 97)
-    .to(dtype)
-    .reshape(shape),
+    lambda dtype, shape, start: (
+        (torch.arange(start, start + int(torch.tensor(shape).prod()), 1) % 97).to(dtype).reshape(shape)
+    ),
     st.sampled_from(DTYPES),
     st.lists(st.integers(0, 5), min_size=0, max_size=3).map(tuple),
     st.integers(0, 50),
 )
 _builtins = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**62), 2**62) | st.text(max_size=8) | st.binary(max_size=8)
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**62), 2**62)
+    | st.text(max_size=8)
+    | st.binary(max_size=8)
     | st.floats(allow_nan=False),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
@@ -108,9 +121,7 @@ async def test_what_cannot_travel_fails_alone(bad: Any, opened: Any) -> None:
     async with opened([Pass(), Returns(bad), Pass()]) as pipe:
         with pytest.raises(ConfigError):
             await pipe.submit(bad)
-        first, broken, last = await asyncio.gather(
-            *(pipe.submit({"n": n}) for n in range(3)), return_exceptions=True
-        )
+        first, broken, last = await asyncio.gather(*(pipe.submit({"n": n}) for n in range(3)), return_exceptions=True)
         assert (first, last) == ({"n": 0}, {"n": 2})
         assert isinstance(broken, PipelinedError)
         if not isinstance(bad, dict | list) or "x" in bad:
