@@ -62,7 +62,7 @@ class EmulatedParams:
         Raises:
             ModelError: An unknown key, or a value that is no number or out of range.
         """
-        kinds = {field.name: type(field.default) for field in fields(cls)}
+        kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(cls)}
         given: dict[str, Any] = {}
         for key, text in parse_qsl(urlsplit(ref).query, keep_blank_values=True):
             if key not in kinds:

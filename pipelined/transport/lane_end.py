@@ -53,7 +53,7 @@ class LaneEnd:
     def grant(self, count: int = 1) -> None:
         """For transports: the peer has consumed or released that many."""
         self._credits = min(self.window, self._credits + count)
-        self._wake_writer()
+        self.wake_writer()
 
     @property
     def alive(self) -> bool:
@@ -100,7 +100,7 @@ class LaneEnd:
             self._over = self._closed_error()
             self._ended = False
             self._stop_receiving(self._over)
-            self._wake_writer()
+            self.wake_writer()
 
     def close_local(self) -> None:
         """This side closed: whatever is still pending fails."""
@@ -114,7 +114,7 @@ class LaneEnd:
             self._over, self._ended = EndOfLane(f"{self.peer} closed {self.lane.name}"), True
             self._stop_sending(self._over)
             self._drained()
-            self._wake_writer()
+            self.wake_writer()
         elif self._flushing:
             self._flushing = False
             self._stop_sending(EndOfLane(f"{self.peer} closed {self.lane.name}"))
@@ -137,7 +137,7 @@ class LaneEnd:
     def _drop(self, error: TransportError) -> None:
         self._stop_sending(error)
         self._stop_receiving(error)
-        self._wake_writer()
+        self.wake_writer()
 
     def _stop_sending(self, error: TransportError) -> None:
         """Sends that have not left fail with `error`."""
@@ -151,7 +151,7 @@ class LaneEnd:
     # ---- credits ----
 
     async def _wait_credit(self) -> None:
-        while self._over is None and self._credits <= 0:
+        while self._over is None and self._blocked():
             if self._writer is not None:
                 raise BusyError(f"another task already waits for a credit on {self!r}")
             self._writer = asyncio.get_running_loop().create_future()
@@ -162,7 +162,15 @@ class LaneEnd:
         if self._over:
             raise self._over.with_traceback(None)
 
-    def _wake_writer(self) -> None:
+    def _blocked(self) -> bool:
+        return self._credits <= 0
+
+    def wanted(self) -> int:
+        """For taps: how many frames the owner waits for, or has posted receives for, that have not arrived."""
+        return 0
+
+    def wake_writer(self) -> None:
+        """For taps: `ready()` may have become true."""
         if self._writer is not None and not self._writer.done():
             self._writer.set_result(None)
 

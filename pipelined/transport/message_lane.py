@@ -49,7 +49,7 @@ class MessageLane(LaneEnd, abc.ABC):
         self._check_length(frame)
         if self._writer is not None:
             raise BusyError(f"another task already sends on {self!r}")
-        if self._credits <= 0 or self._over:
+        if self._over or self._blocked():
             await self._wait_credit()
         self._spend()
         self._out(frame)
@@ -92,6 +92,13 @@ class MessageLane(LaneEnd, abc.ABC):
             self._wake_reader()
 
     # ---- taps ----
+
+    def _blocked(self) -> bool:
+        return super()._blocked() or not all(tap.ready() for tap in self._taps)
+
+    def wanted(self) -> int:
+        """See `LaneEnd`."""
+        return 0 if self._frames else 1
 
     def set_taps(self, taps: tuple[Tap, ...]) -> None:
         """See `LaneEnd`."""

@@ -84,5 +84,5 @@ def _made(innermost: Any, options: dict[str, str], known: dict[str, str]) -> Tra
         if type(error) is not ConfigError or meant is None:
             raise
         of = "+, ".join(dict.fromkeys(known.values()))
-        raise ConfigError(f"{error}; or, of {of}+: no option {meant!r}{nearest(meant, known)}") from error
+        raise ConfigError(f"{error}; options of {of}+{nearest(meant, known)}") from error
     return transport

@@ -85,6 +85,10 @@ class Tap:
     def receiving(self) -> None:
         """The owner waits for a frame, or posted a receive for one."""
 
+    def ready(self) -> bool:
+        """Whether a message would leave at once; else `send` waits until it is, and `lane.wake_writer` was called."""
+        return True
+
     def idle(self) -> bool:
         """Whether everything that was handed to `outgoing` has been passed on."""
         return True

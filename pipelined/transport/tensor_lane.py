@@ -146,6 +146,10 @@ class TensorLane(LaneEnd, abc.ABC):
             else:
                 self.transmit(head.header, tensor, sent)
 
+    def wanted(self) -> int:
+        """See `LaneEnd`."""
+        return len(self._posted) - len(self._arrived)
+
     def set_taps(self, taps: tuple[Tap, ...]) -> None:
         """See `LaneEnd`."""
         self.insert_taps(taps, self._wire, self._accept)
