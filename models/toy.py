@@ -14,6 +14,7 @@ A model is named by a URI, all parts optional::
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
