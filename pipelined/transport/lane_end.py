@@ -107,6 +107,8 @@ class LaneEnd:
         self._flushing = self._ended = False
         self._over = self._over if isinstance(self._over, ClosedError) else self._closed_error()
         self._drop(self._over)
+        for tap in self._taps:
+            tap.closed()
 
     def end(self) -> None:
         """The peer closed cleanly and all it sent has been handed to `arrive`."""

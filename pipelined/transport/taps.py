@@ -93,6 +93,9 @@ class Tap:
         """Whether everything that was handed to `outgoing` has been passed on."""
         return True
 
+    def closed(self) -> None:
+        """The endpoint has closed: nothing passes any more."""
+
 
 class HoldingTap(Tap):
     """A tap that may keep frames until they are due. Order is kept, and the lane goes on posting meanwhile."""
