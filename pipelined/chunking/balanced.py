@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipelined.chunking.target import FEW, Target, Task, find_target
+from pipelined.chunking.target import FEW, FEW_PROMPTS, Target, Task, find_target
 from pipelined.costs import MicroBatch
 from pipelined.errors import ConfigError
 
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["BalancedChunks"]
 
 _DRIFT = 0.02  # costs that moved less than this leave a plan as it is
-_LAST = 12  # so near the end it is worth planning again whatever moved
+_MOST = 512  # prompts that a plan looks ahead to
+_LAST = (
+    12  # micro-batches; so near the end, or after so many of a long queue, it is worth planning again whatever moved
+)
 
 
 @dataclass
@@ -36,6 +39,7 @@ class _Plan:
     decodes: int
     bound_s: float | None
     planned: int = 0
+    peak_s: float = 0.0  # of what was planned
 
 
 class BalancedChunks:
@@ -86,13 +90,15 @@ class BalancedChunks:
             return plan.target
         # As the queue says, but for the first prompt: its prefix may have turned out to be cached.
         queue = ((prefix_tokens, remaining_tokens), *load.queue[1 : load.prompts])
+        if len(queue) < load.prompts:  # those not listed are taken to be like those that are
+            queue = (queue * -(-min(load.prompts, _MOST) // len(queue)))[: load.prompts]
         task = Task(
             cost,
             queue,
             align=self.align,
             most_tokens=self.most_tokens,
             beside=MicroBatch((), load.decodes, load.decode_context_tokens),
-            sunk_s=max((cost.launch_s(work) for work in load.flying), default=0.0),
+            sunk_s=self._sunk_s(load, prefix_tokens + remaining_tokens),
             most_s=bound_s,
         )
         probe = MicroBatch(((prefix_tokens, max(1, min(remaining_tokens, 8 * self.align))),))
@@ -105,8 +111,17 @@ class BalancedChunks:
             probe,
             load.decodes,
             bound_s,
+            peak_s=task.sunk_s,
         )
         return self._plan.target
+
+    def _sunk_s(self, load: Load, ends: int) -> float:
+        """The largest time on the way, by what is known now: in flight, or earlier in the same prompt."""
+        cost, plan = self.costs.cost, self._plan
+        sunk_s = max((cost.launch_s(work) for work in load.flying), default=0.0)
+        if plan is not None and plan.ends == ends and plan.prompts == load.prompts and load.flying:
+            sunk_s = max(sunk_s, plan.peak_s * cost.launch_s(plan.probe) / plan.probe_s)
+        return sunk_s
 
     def _bound_s(self, load: Load) -> float | None:
         """What running decodes allow: each gets a token once everything in flight has gone through."""
@@ -116,12 +131,15 @@ class BalancedChunks:
         return self.target_itl_s / max(self.costs.pp_size, len(load.flying) + 1)
 
     def _holds(self, plan: _Plan, load: Load, ends: int, bound_s: float | None) -> bool:
-        if plan.ends != ends or plan.prompts != load.prompts or plan.bound_s != bound_s:
+        if min(plan.prompts, load.prompts) > FEW_PROMPTS:  # one more or less, or the next one's turn: no matter
+            if plan.planned >= _LAST or not _alike(plan.prompts, load.prompts):
+                return False
+        elif plan.ends != ends or plan.prompts != load.prompts:
             return False
-        if plan.decodes != load.decodes and max(plan.decodes, load.decodes) > 1.25 * min(plan.decodes, load.decodes):
+        if plan.bound_s != bound_s or not _alike(plan.decodes, load.decodes):
             return False
         left = plan.target.micro_batches - plan.planned
-        if not plan.target.exact and left < FEW - 2:
+        if not plan.target.exact and load.prompts <= FEW_PROMPTS and left < FEW - 2:
             return False  # few enough to be cut exactly
         if plan.version != self.costs.version:
             now_s = self.costs.cost.launch_s(plan.probe)
@@ -129,10 +147,15 @@ class BalancedChunks:
                 return False
         return True
 
-    def spent(self) -> None:
-        """A micro-batch was planned by the plan at hand."""
+    def spent(self, seconds: float, *, first: bool) -> None:
+        """A chunk was planned, and its micro-batch takes so long by now."""
         if self._plan is not None:
-            self._plan.planned += 1
+            self._plan.planned += first
+            self._plan.peak_s = max(self._plan.peak_s, seconds)
+
+
+def _alike(one: int, other: int) -> bool:
+    return max(one, other) <= 1.25 * min(one, other)
 
 
 class _BalancedBudget:
@@ -164,10 +187,10 @@ class _BalancedBudget:
         return size
 
     def spend(self, prefix_tokens: int, tokens: int) -> None:
-        if not self._tokens:
-            self._policy.spent()
+        first = not self._tokens
         self._tokens += tokens
         stages = self._policy.costs.cost.distinct
         self._used_s = [
             used + stage.chunk_s(prefix_tokens, tokens) for used, stage in zip(self._used_s, stages, strict=True)
         ]
+        self._policy.spent(max(self._used_s), first=first)

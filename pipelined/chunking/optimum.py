@@ -52,7 +52,7 @@ def optimum(
     best, low = search.least_sum(search.smallest_s, fill)
     found, high = search.least_sum(search.largest_s, fill)
     best = min(best, found, key=lambda cut: cut.seconds)
-    # (low, high, least sum with chunks up to high): with the largest time in between, it takes sum + fill * low at least.
+    # (low, high, least sum with chunks up to high): with the largest time in between, T is sum + fill * low or more.
     gaps = [(low, high, found.seconds - fill * high)]
     while gaps:
         gap = min(gaps, key=lambda gap: gap[2] + fill * gap[0])

@@ -26,11 +26,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Target", "Task", "find_target"]
 
-FEW = 40
+FEW = 32
 """Up to so many micro-batches are cut exactly; beyond, an integral is as good."""
 
+FEW_PROMPTS = 4
+"""Likewise for prompts."""
+
 _COARSE = 48
-_FINE = 32
+_FINE = 48
+_ROUNDS = 2
+_BRACKETS = 6
+_PARTS = 8
 _POINTS = 48
 _PROMPTS = 24
 
@@ -78,17 +84,33 @@ def find_target(task: Task) -> Target:
     targets = search.range()
     scores, counts = search.integrate(targets)
     best = int(scores.argmin())
-    if counts[best] > FEW:
+    if counts[best] > FEW or len(task.queue) > FEW_PROMPTS:
         return Target(float(targets[best]), float(counts[best]), exact=False)
-    # The step between coarse targets, and what the integral does not see of few micro-batches
-    near = max(targets[min(best + 1, len(targets) - 1)] / targets[best], 1 + 1.5 / max(1.0, counts[best]))
-    low, high = targets[best] / near, min(targets[best] * near, targets[-1])
-    for _ in range(2):
-        fine = np.geomspace(max(low, targets[0]), max(high, low, targets[0]), _FINE)
-        scores, counts = search.cut(fine)
-        best = int(scores.argmin())
-        low, high = fine[max(0, best - 1)], fine[min(_FINE - 1, best + 1)]
+    # What the integral says of few micro-batches is rough: look at some more, and some fewer.
+    near = np.flatnonzero((counts <= 1.25 * counts[best] + 3) & (counts >= 0.8 * counts[best] - 2))
+    low, high = targets[max(0, near[0] - 1)], targets[min(len(targets) - 1, near[-1] + 1)]
+    fine = np.geomspace(low, high, _FINE)
+    scores, counts = search.cut(fine)
+    for _ in range(_ROUNDS):
+        more = _steps(fine, scores, counts)
+        if not len(more):
+            break
+        found = search.cut(more)
+        order = np.argsort(np.concatenate((fine, more)), kind="stable")
+        fine = np.concatenate((fine, more))[order]
+        scores = np.concatenate((scores, found[0]))[order]
+        counts = np.concatenate((counts, found[1]))[order]
+    best = int(scores.argmin())
     return Target(float(fine[best]), float(counts[best]), exact=True)
+
+
+def _steps(targets: FloatArray, scores: FloatArray, counts: FloatArray) -> FloatArray:
+    """Targets to look at next: the best of a number of micro-batches is the least that leads to it, at a step down."""
+    downs = np.flatnonzero(counts[1:] < counts[:-1])
+    promising = downs[np.argsort(scores[downs + 1], kind="stable")[:_BRACKETS]]
+    shares = np.arange(1, _PARTS) / _PARTS
+    inner = targets[promising, None] + (targets[promising + 1] - targets[promising])[:, None] * shares
+    return np.sort(inner.ravel())
 
 
 class _Search:
@@ -119,11 +141,11 @@ class _Search:
         return [stages[index] for index in np.unique(times.argmax(axis=0))]
 
     def range(self) -> FloatArray:
-        """Targets worth a look: from the least that gets anywhere to the largest micro-batch."""
+        """Targets worth a look: from the least chunk anywhere to the largest micro-batch."""
         task = self._task
         most = float(min(task.most_tokens, max(sum(left for _, left in task.queue), task.align)))
         chunk = np.minimum(np.minimum(self._lefts, most), float(task.align))
-        low = max(b + s.chunks_s(self._L, chunk).max() for b, s in zip(self._base, self._stages, strict=True))
+        low = min(b + s.chunks_s(self._L, chunk).min() for b, s in self._pairs())
         high = max(b + s.chunks_s(self._L, np.full_like(self._L, most)).max() for b, s in self._pairs())
         low = max(low, task.sunk_s)
         if task.most_s is not None:
@@ -154,7 +176,7 @@ class _Search:
             times = np.maximum(times, fixed + rate * sizes)
         counts = self._weight / sizes
         peaks = np.minimum(times.max(axis=1), (counts * times).sum(axis=1))
-        return self._time((counts * times).sum(axis=1), peaks), counts.sum(axis=1)
+        return self._time(np.maximum((counts * times).sum(axis=1), peaks), peaks), counts.sum(axis=1)
 
     def cut(self, targets: FloatArray) -> tuple[FloatArray, FloatArray]:
         """(predicted seconds, micro-batches) for each target, by cutting the queue as the policy would."""

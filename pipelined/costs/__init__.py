@@ -5,7 +5,15 @@ from pipelined.costs.makespan import makespan
 from pipelined.costs.nnls import nnls
 from pipelined.costs.online import SHAPE, LiveCosts, OnlineFit
 from pipelined.costs.pipeline import PipelineCost
-from pipelined.costs.profile import Fingerprint, Profile, StageProfile, decode_profile, encode_profile
+from pipelined.costs.profile import (
+    Fingerprint,
+    Profile,
+    StageProfile,
+    decode_costs,
+    decode_profile,
+    encode_costs,
+    encode_profile,
+)
 from pipelined.costs.stage import StageCost, Window
 from pipelined.costs.work import MicroBatch
 
@@ -22,7 +30,9 @@ __all__ = [
     "StageCost",
     "StageProfile",
     "Window",
+    "decode_costs",
     "decode_profile",
+    "encode_costs",
     "encode_profile",
     "fit",
     "makespan",

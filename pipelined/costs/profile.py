@@ -21,7 +21,15 @@ from pipelined.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Fingerprint", "Profile", "StageProfile", "decode_profile", "encode_profile"]
+__all__ = [
+    "Fingerprint",
+    "Profile",
+    "StageProfile",
+    "decode_costs",
+    "decode_profile",
+    "encode_costs",
+    "encode_profile",
+]
 
 VERSION = 1
 MOST_BYTES = 32 << 20
@@ -168,6 +176,24 @@ def decode_profile(content: bytes, source: str = "profile") -> Profile:
         raise ConfigError(f"{source} is not a profile: {' '.join(str(error).split())}") from error
     _check(profile, source)
     return profile
+
+
+def encode_costs(cost: PipelineCost) -> str:
+    """A pipeline's coefficients alone, for settings: a JSON list, a stage an entry."""
+    return msgspec.json.encode([Coefficients.of(stage) for stage in cost.stages]).decode()
+
+
+def decode_costs(text: str, source: str = "stage costs") -> PipelineCost:
+    """What `encode_costs` made.
+
+    Raises:
+        ConfigError: With the place in the text.
+    """
+    try:
+        stages = msgspec.json.decode(text, type=tuple[Coefficients, ...])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(f"{source}: {' '.join(str(error).split())}") from error
+    return PipelineCost(tuple(stage.cost() for stage in stages))
 
 
 class _Head(msgspec.Struct):

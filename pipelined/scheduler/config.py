@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 import msgspec
 
+from pipelined.costs import LiveCosts, decode_costs
 from pipelined.errors import ConfigError, nearest
 
 __all__ = ["SchedulerConfig"]
@@ -20,8 +21,12 @@ class SchedulerConfig:
         vocab_size: Token ids are 0 to `vocab_size - 1`.
         pp_size: Stages of the pipeline: over so many micro-batches in flight are decodes spread.
         page_size: Tokens of a KV page.
-        chunk_policy: Name of the chunk policy.
-        chunked_prefill_size: Most prompt tokens of a micro-batch, a multiple of `page_size`.
+        chunk_policy: Name of the chunk policy: "fixed", "dynamic" or "balanced".
+        chunked_prefill_size: Prompt tokens of a fixed chunk, or of the first dynamic one; a multiple of `page_size`.
+        smoothing_factor: Of dynamic chunks: 0 is fixed, 1 follows the run times strictly.
+        max_micro_batch_tokens: Most tokens of a balanced micro-batch (activations take memory); None: no bound.
+        target_itl_s: Inter-token latency that balanced micro-batches keep to while decodes run; None: no bound.
+        stage_costs: Measured before (`pipelined.costs.encode_costs`), "" to learn from nothing.
         max_running_requests: Most sequences that hold pages at a time; others wait.
         radix_cache: Serve prompts' prefixes from pages computed before.
     """
@@ -32,6 +37,10 @@ class SchedulerConfig:
     page_size: int = 64
     chunk_policy: str = "fixed"
     chunked_prefill_size: int = 1024
+    smoothing_factor: float = 0.75
+    max_micro_batch_tokens: int | None = None
+    target_itl_s: float | None = None
+    stage_costs: str = ""
     max_running_requests: int = 64
     radix_cache: bool = True
 
@@ -51,6 +60,17 @@ class SchedulerConfig:
                 f"chunked_prefill_size={size} is not a multiple of page_size={page}; "
                 f"take {near} or {near + page}, or another page size"
             )
+
+    def costs(self) -> LiveCosts:
+        """What is known of the stages at the start.
+
+        Raises:
+            ConfigError: `stage_costs` are no costs, or of another number of stages.
+        """
+        profile = decode_costs(self.stage_costs, "stage_costs") if self.stage_costs else None
+        if profile is not None and len(profile.stages) != self.pp_size:
+            raise ConfigError(f"stage_costs are of {len(profile.stages)} stages, pp_size={self.pp_size}; profile again")
+        return LiveCosts(self.pp_size, profile)
 
     @classmethod
     def from_json(cls, text: str) -> SchedulerConfig:

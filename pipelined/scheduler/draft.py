@@ -9,16 +9,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipelined.chunking import Load
+from pipelined.costs import MicroBatch
 from pipelined.messages import Admit, Chunk, Decode, Release
 from pipelined.scheduler.state import Phase
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pipelined.chunking import Budget, ChunkPolicy
     from pipelined.messages import Item
     from pipelined.scheduler.pool import Pool
     from pipelined.scheduler.state import RequestState
 
 __all__ = ["Draft", "Work"]
+
+_LISTED = 32
+"""Policies are told the lengths of so many prompts; planning must not get slower as more wait."""
 
 
 class Work(NamedTuple):
@@ -49,6 +55,12 @@ class Draft:
         self._max_running = max_running_requests
         self._busy: set[int] = set()
         self._context_tokens = 0
+        self._chunks: list[tuple[int, int]] = []
+
+    @property
+    def work(self) -> MicroBatch:
+        """What it costs."""
+        return MicroBatch(tuple(self._chunks), self.decodes, self._context_tokens)
 
     def releases(self) -> list[Item]:
         """What leaves with this step, known when all else is planned."""
@@ -77,13 +89,16 @@ class Draft:
             self.decodes += 1
             self._context_tokens += position
 
-    def add_chunks(self, policy: ChunkPolicy) -> None:
+    def add_chunks(self, policy: ChunkPolicy, flying: Iterable[MicroBatch] = ()) -> None:
         """Fill the policy's budget: first those already admitted, then newcomers, each in order of arrival."""
         pool = self._pool
         prompts = len(pool.prefill) + len(pool.waiting)
         if not prompts:
             return
-        budget = policy.micro_batch(Load(self.decodes, self._context_tokens, prompts, len(pool.prefill)))
+        queue = [(state.planned, state.total_tokens - state.planned) for state in pool.prefill[:_LISTED]]
+        queue += [(0, state.total_tokens) for state in pool.waiting[: _LISTED - len(queue)]]
+        load = Load(self.decodes, self._context_tokens, prompts, len(pool.prefill), tuple(queue), tuple(flying))
+        budget = policy.micro_batch(load)
         for state in list(pool.prefill):
             if state.phase is Phase.PREFILL and not self._add_chunk(state, budget):
                 return
@@ -146,6 +161,7 @@ class Draft:
         state.pages += new_pages
         last = end == total
         self.items.append(Chunk(state.seq, start, end - start, new_pages, last))
+        self._chunks.append((start, end - start))
         self._add_work(state, end - start, samples=last)
         state.prefilled_tokens += end - start
         if not state.delivered:

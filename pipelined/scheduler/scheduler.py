@@ -23,9 +23,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pipelined.chunking import ChunkPolicy
+    from pipelined.costs import LiveCosts, MicroBatch
     from pipelined.messages import Request, StageTimes, StepResult
 
 __all__ = ["Scheduler", "from_json"]
+
+_UNTIMED = 256
+"""Steps are remembered until all ranks have reported their times: they do so in batches, long before as many pass."""
 
 
 class _Flight(NamedTuple):
@@ -33,7 +37,7 @@ class _Flight(NamedTuple):
 
     number: int
     works: list[Work]
-    decodes: int
+    work: MicroBatch
 
 
 class Scheduler:
@@ -42,16 +46,32 @@ class Scheduler:
     Args:
         config: Settings.
         policy: Sizes the chunks; None: the one that `config` names.
+        costs: Learns from the stages' times; None: begins with what `config` knows.
+
+    Attributes:
+        costs: What is known of the stages by now.
     """
 
-    def __init__(self, config: SchedulerConfig, policy: ChunkPolicy | None = None) -> None:
+    def __init__(
+        self, config: SchedulerConfig, policy: ChunkPolicy | None = None, costs: LiveCosts | None = None
+    ) -> None:
         self.config = config
-        self._policy = policy or make_policy(config.chunk_policy, chunked_prefill_size=config.chunked_prefill_size)
+        self.costs = costs or config.costs()
+        self._policy = policy or make_policy(
+            config.chunk_policy,
+            chunked_prefill_size=config.chunked_prefill_size,
+            page_size=config.page_size,
+            costs=self.costs,
+            smoothing_factor=config.smoothing_factor,
+            max_micro_batch_tokens=config.max_micro_batch_tokens,
+            target_itl_s=config.target_itl_s,
+        )
         self._pool: Pool | None = None
         self._epoch = 0
         self._next_number = 0
         self._arrivals = 0
         self._flying: deque[_Flight] = deque()
+        self._untimed: dict[int, MicroBatch] = {}
         self._decode_flights = 0
         self._news: list[RequestOutput] = []
 
@@ -77,6 +97,7 @@ class Scheduler:
         self._epoch = epoch
         self._next_number = 0
         self._flying.clear()
+        self._untimed.clear()
         self._decode_flights = 0
         self._news.clear()
 
@@ -117,7 +138,7 @@ class Scheduler:
             return None
         draft = Draft(pool, self.config.max_running_requests)
         draft.add_decodes(self._decode_share(pool))
-        draft.add_chunks(self._policy)
+        draft.add_chunks(self._policy, [flight.work for flight in self._flying])
         items = (*draft.releases(), *draft.items)
         if not items:
             return None
@@ -125,7 +146,11 @@ class Scheduler:
         step = Step(self._epoch, self._next_number, draft.rows, items)
         self._next_number += 1
         if draft.rows:
-            self._flying.append(_Flight(step.number, draft.works, draft.decodes))
+            work = draft.work
+            self._flying.append(_Flight(step.number, draft.works, work))
+            self._untimed[step.number] = work
+            if len(self._untimed) > _UNTIMED:
+                del self._untimed[next(iter(self._untimed))]
             self._decode_flights += draft.decodes > 0
         return step
 
@@ -141,7 +166,7 @@ class Scheduler:
             expected = f"step {self._flying[0].number}" if self._flying else "none"
             raise ProtocolError(f"a result of step {result.number} came, expected {expected}")
         flight = self._flying.popleft()
-        self._decode_flights -= flight.decodes > 0
+        self._decode_flights -= flight.work.decodes > 0
         sampled, failed = dict[int, Sampled](), dict[int, ErrorInfo]()
         for outcome in result.outcomes:
             if isinstance(outcome, Sampled):
@@ -159,7 +184,13 @@ class Scheduler:
                     self._advance(work, sampled.get(work.seq), result.number)
 
     def observe(self, times: StageTimes) -> None:
-        """Measured stage times. Fixed chunks learn nothing from them."""
+        """Measured stage times: the costs learn. Those of another epoch, or of steps long past, are ignored."""
+        if times.epoch != self._epoch:
+            return
+        for number, seconds in times.times:
+            work = self._untimed.get(number)
+            if work is not None:
+                self.costs.observe(times.rank, work, seconds)
 
     def news(self) -> list[RequestOutput]:
         """What the driver must be told since the last call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -117,7 +118,7 @@ class World:
                 break
             self.result()
         times = [prompt.token_times for prompt in self.finished]
-        itls = [after - before for own in times for before, after in zip(own, own[1:], strict=False)]
+        itls = [after - before for own in times for before, after in itertools.pairwise(own)]
         return Outcome([prompt.ttft_s for prompt in self.finished], self.now, self.works, itls)
 
 
