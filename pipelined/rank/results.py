@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Results"]
 
 _TIMES_BATCH = 16
-"""Stage times are only for learning from: they travel in batches."""
+"""Stage times are only for learning from: they travel in batches, small ones while there is most to learn."""
 
 
 class Results:
@@ -44,7 +44,7 @@ class Results:
                 await self._tell(flight)
             flight.let_go(core.device)
             core.counts.steps_done += 1
-            if len(self._times) >= _TIMES_BATCH:
+            if len(self._times) >= min(_TIMES_BATCH, 1 + core.counts.steps_done // 4):
                 await self._send_times()
         await self._send_times()
         await self._report(Stopped(core.epoch, core.config.rank))
