@@ -129,8 +129,8 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
                 remote_traceback=self.traceback,
             )
             return error
-        plain: errors.PipelinedError = errors.PipelinedError.__new__(kind)
-        Exception.__init__(plain, self.message)
+        # Past `__init__`, whose arguments differ; `__new__` is its own where another exception is a base as well.
+        plain: errors.PipelinedError = kind.__new__(kind, self.message)
         return plain
 
 

@@ -56,6 +56,7 @@ class Pipeline:
         depth: int = 2,
         step_timeout_s: float = 300.0,
         setup_timeout_s: float = 120.0,
+        heartbeat_bound_s: float = 15.0,
         world: World | None = None,
         name: str | None = None,
     ) -> None:
@@ -72,6 +73,7 @@ class Pipeline:
             depth: How many steps beyond one a rank may be in flight.
             step_timeout_s: Floor of every deadline on a peer that owes work.
             setup_timeout_s: All ranks must be ready within this time.
+            heartbeat_bound_s: A rank whose loop is silent for so long counts as lost.
             world: Where the ranks live, instead of what `workers` says.
             name: For links and errors.
 
@@ -103,6 +105,7 @@ class Pipeline:
                     drained=True,
                     step_timeout_s=step_timeout_s,
                     setup_timeout_s=setup_timeout_s,
+                    heartbeat_bound_s=heartbeat_bound_s,
                 ),
                 links=self._plan,
                 device=device,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 from collections import deque
 from contextlib import suppress
@@ -23,6 +24,7 @@ from pipelined.errors import (
     WouldBlock,
 )
 from pipelined.messages import (
+    DRIVER,
     FromRank,
     HealthMessage,
     Outputs,
@@ -35,7 +37,7 @@ from pipelined.messages import (
     Stop,
     ToRank,
 )
-from pipelined.rank import RankConfig, open_links
+from pipelined.rank import open_links
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,8 +52,7 @@ if TYPE_CHECKING:
 __all__ = ["Driver"]
 
 HEARTBEAT_S = 1.0
-HEARTBEAT_BOUND_S = 15.0
-"""A rank whose loop has not answered for so long counts as lost (stopped, or its loop is blocked)."""
+"""At most; sooner where the bound asks for it."""
 
 _BLAME_S = 0.1
 """Losing one rank makes its neighbours fail within moments: wait that long before deciding which was first."""
@@ -85,11 +86,7 @@ class Driver:
         self._stages = stages or [None] * len(descriptions)
         self._planner = planner
         self._on_outputs = on_outputs or (lambda _: None)
-        config = first.config
-        self.config = RankConfig(
-            config.pipeline, -1, config.size, config.window, config.fed, config.drained,
-            config.step_timeout_s, config.setup_timeout_s,
-        )  # fmt: skip
+        self.config = dataclasses.replace(first.config, rank=DRIVER)
         self.clock = world.clock
         self.capacity: int | None = None
         self.links: Links
@@ -357,16 +354,17 @@ class Driver:
             return  # likewise
 
     async def _heartbeat(self) -> None:
-        heard_s = self._heard_s
+        heard_s, bound_s = self._heard_s, self.config.heartbeat_bound_s
+        every_s = min(HEARTBEAT_S, bound_s / 4)
         try:
             for number in itertools.count():
                 slept_s = self.clock.now()
-                await self.clock.sleep(HEARTBEAT_S)
+                await self.clock.sleep(every_s)
                 now_s = self.clock.now()
-                stalled_s = now_s - slept_s - HEARTBEAT_S  # this loop's own delay is nobody else's silence
+                stalled_s = now_s - slept_s - every_s  # this loop's own delay is nobody else's silence
                 for rank, link in self.links.health.items():
                     heard_s[rank] = min(now_s, heard_s.get(rank, now_s) + max(0.0, stalled_s))
-                    if now_s - heard_s[rank] > HEARTBEAT_BOUND_S:
+                    if now_s - heard_s[rank] > bound_s:
                         text = f"no heartbeat for {now_s - heard_s[rank]:.1f} s"
                         self.lose(RankLostError(text, rank=rank, stage=self._stage_name(rank)))
                         return

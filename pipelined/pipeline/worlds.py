@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -17,10 +18,10 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from pipelined.clock import Clock, MonotonicClock
-from pipelined.errors import PipelinedError, RankLostError
+from pipelined.errors import ConfigError, PipelinedError, RankLostError
 from pipelined.messages import ErrorInfo
 from pipelined.rank.host import root_cause, run_rank
-from pipelined.rank.process import serve_child
+from pipelined.rank.process import EXIT_FAILED, serve_child
 from pipelined.transport import FileRendezvous, MemoryRendezvous, Rendezvous
 
 if TYPE_CHECKING:
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
     from pipelined.stage import Device, Stage
 
 __all__ = ["Ended", "ProcessWorld", "TaskWorld", "World"]
+
+_Process = subprocess.Popen[bytes] | multiprocessing.Process
+
+_REAP_POLL_S = 0.005
+_REAP_TRIES = 200
 
 Ended = "Callable[[int, BaseException | None], None]"
 """Called with a rank and why it ended, None if it was told to."""
@@ -141,7 +147,7 @@ class TaskWorld:
 class _Child:
     """One child process and the parent's end of its pipe."""
 
-    def __init__(self, rank: int, pipe: Connection, process: subprocess.Popen[bytes] | multiprocessing.Process) -> None:
+    def __init__(self, rank: int, pipe: Connection, process: _Process) -> None:
         self.rank = rank
         self.pipe = pipe
         self.process = process
@@ -171,13 +177,19 @@ class ProcessWorld:
 
     def __init__(self) -> None:
         self.clock: Clock = MonotonicClock()
-        self._directory = tempfile.mkdtemp(prefix="pipelined-")
-        self.rendezvous = FileRendezvous(self._directory)
+        self._directory = ""
+        self._rendezvous: FileRendezvous | None = None
         self._children: list[_Child] = []
         self._ended: Callable[[int, BaseException | None], None] = lambda _rank, _error: None
 
     def __repr__(self) -> str:
         return f"<ProcessWorld {[child.pid for child in self._children]}>"
+
+    @property
+    def rendezvous(self) -> Rendezvous:
+        """See `World`; there is one once started."""
+        assert self._rendezvous is not None
+        return self._rendezvous
 
     @property
     def pids(self) -> list[int]:
@@ -192,32 +204,60 @@ class ProcessWorld:
         self, descriptions: Sequence[RankDescription], stages: Sequence[Stage | None], planner: Planner | None
     ) -> None:
         """See `World`."""
-        loop = asyncio.get_running_loop()
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise ConfigError(
+                "a pipeline of processes was started while a child process imports the main script; put what starts "
+                'it behind `if __name__ == "__main__":`'
+            )
+        self._directory = await asyncio.to_thread(tempfile.mkdtemp, prefix="pipelined-")
+        self._rendezvous = FileRendezvous(self._directory)
         for description, stage in zip(descriptions, stages, strict=True):
             described = msgspec.structs.replace(description, rendezvous=self._directory)
             own_planner = planner if description.config.rank == 0 else None
-            pipe, process = await asyncio.to_thread(_spawn, described, stage, own_planner)
-            child = _Child(description.config.rank, pipe, process)
-            self._children.append(child)
-            loop.add_reader(pipe.fileno(), self._heard, child)
+            spawning = asyncio.ensure_future(asyncio.to_thread(_spawn, described, stage, own_planner))
+            try:
+                await asyncio.shield(spawning)
+            except asyncio.CancelledError:  # the thread goes on, and what it starts must be ended
+                await asyncio.wait([spawning])
+                if spawning.exception() is None:
+                    self._adopt(description.config.rank, *spawning.result())
+                raise
+            self._adopt(description.config.rank, *spawning.result())
+
+    def _adopt(self, rank: int, pipe: Connection, process: _Process) -> None:
+        child = _Child(rank, pipe, process)
+        self._children.append(child)
+        asyncio.get_running_loop().add_reader(pipe.fileno(), self._heard, child)
 
     def _heard(self, child: _Child) -> None:
         try:
             child.error = msgspec.json.decode(child.pipe.recv_bytes(), type=ErrorInfo)
         except (EOFError, OSError):
             asyncio.get_running_loop().remove_reader(child.pipe.fileno())
-            if not child.gone.done():
-                child.gone.set_result(None)
-                self._ended(child.rank, self._why(child))
+            self._ending(child, _REAP_TRIES)
         except msgspec.DecodeError:
             child.error = ErrorInfo("ProtocolError", f"rank {child.rank} sent its supervisor garbage")
 
-    def _why(self, child: _Child) -> PipelinedError | None:
+    def _ending(self, child: _Child, tries: int) -> None:
+        """Its pipe is closed, so that it is at its end: its exit code will be there any moment."""
+        code = child.reap(0)
+        if code is None and tries:
+            asyncio.get_running_loop().call_later(_REAP_POLL_S, self._ending, child, tries - 1)
+        elif not child.gone.done():
+            child.gone.set_result(None)
+            self._ended(child.rank, self._why(child, code))
+
+    def _why(self, child: _Child, code: int | None) -> PipelinedError | None:
         if child.error is not None:
             return child.error.exception()
-        code = child.reap(1.0)  # its pipe is closed: it is at its end already
         if code == 0:
             return None
+        if code == EXIT_FAILED:  # whatever fails later is told through the pipe
+            return RankLostError(
+                f"process {child.pid} ended before it began: its main script or its stage could not be imported there; "
+                'its message is above (a script that starts processes needs `if __name__ == "__main__":`)',
+                rank=child.rank,
+            )
         how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
         return RankLostError(f"process {child.pid} {how}", rank=child.rank)
 
@@ -232,7 +272,8 @@ class ProcessWorld:
             loop.remove_reader(child.pipe.fileno())
             child.pipe.close()
         self._children.clear()
-        await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+        if self._directory:
+            await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
 
     def kill(self) -> None:
         """See `World`."""
@@ -241,9 +282,7 @@ class ProcessWorld:
                 child.process.kill()
 
 
-def _spawn(
-    description: RankDescription, stage: Stage | None, planner: Planner | None
-) -> tuple[Connection, subprocess.Popen[bytes] | multiprocessing.Process]:
+def _spawn(description: RankDescription, stage: Stage | None, planner: Planner | None) -> tuple[Connection, _Process]:
     """Start a child; blocks for some milliseconds."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     encoded = msgspec.json.encode(description)
@@ -251,7 +290,7 @@ def _spawn(
         if stage is None:
             command = [sys.executable, "-m", "pipelined.rank", str(theirs.fileno())]
             environment = _environment(description.threads)
-            process: subprocess.Popen[bytes] | multiprocessing.Process
+            process: _Process
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
             ours.send_bytes(encoded)
         else:
@@ -259,7 +298,17 @@ def _spawn(
             process = context.Process(  # type: ignore[assignment]
                 target=_spawned, args=(theirs, encoded, stage, planner), name=f"rank {description.config.rank}"
             )
-            process.start()  # type: ignore[union-attr]
+            try:
+                process.start()  # type: ignore[union-attr]
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise ConfigError(
+                    f"stage {stage.name!r} of rank {description.config.rank} cannot be sent to a process of its own: "
+                    f"{error}; what it holds must be picklable (open files, locks and models in its `setup`), or use "
+                    "workers='task'"
+                ) from error
+    except BaseException:
+        ours.close()
+        raise
     finally:
         theirs.close()
     return ours, process

@@ -33,6 +33,8 @@ class RankConfig:
         step_timeout_s: A wait for a step's inputs or for a credit may take this long, plus what `Deadlines` adds.
         setup_timeout_s: All ranks must be ready within this time.
         queue_depth: Most launches queued on the device: one runs, the next is ready.
+        heartbeat_bound_s: A rank whose loop has not answered the driver for so long counts as lost (stopped, or its
+            loop is blocked).
     """
 
     pipeline: str
@@ -44,6 +46,7 @@ class RankConfig:
     step_timeout_s: float = 300.0
     setup_timeout_s: float = 600.0
     queue_depth: int = 2
+    heartbeat_bound_s: float = 15.0
 
     def __post_init__(self) -> None:
         if self.size < 1:

@@ -397,7 +397,7 @@ BAD_REQUESTS: list[tuple[Any, dict[str, Any], str]] = [
     ([1], {"max_tokens": None}, "wrong type"),
     ([1], {"min_tokens": 17}, "min_tokens"),
     ([1], {"logprobs": 21}, "logprobs"),
-    ([1], {"stop": "a string"}, "wrong type"),
+    ([1], {"stop": (3,)}, "wrong type"),
     ([1], {"stop": ("",)}, "stop"),
     ([1], {"stop_token_ids": (-5,)}, "stop_token_ids"),
     ([1], {"stop_token_ids": ("x",)}, "wrong type"),
