@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LinkModel", "SimEndpoint", "SimTransport"]
 
-_ROUNDING_S = 1e-9
-"""A skewed clock may read that much less than the time a timer was set to."""
+_ROUNDING = 2
+"""A skewed clock may read that many units in the last place less than the time a timer was set to."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,11 @@ class SimTransport:
         return await SimEndpoint(spec, self.capabilities, board, window, self.model).connect_first()
 
 
+def _reached(clock: Clock) -> float:
+    now_s = clock.now()
+    return now_s + _ROUNDING * math.ulp(now_s)
+
+
 class _Timeline:
     """Calls at times that never decrease, in the order of asking, with one timer: ties keep that order."""
 
@@ -140,7 +145,7 @@ class _Timeline:
 
     def _ring(self) -> None:
         self._timer = None
-        calls, now_s = self._calls, self._clock.now() + _ROUNDING_S
+        calls, now_s = self._calls, _reached(self._clock)
         while calls and calls[0][0] <= now_s:
             _, callback, args = calls.popleft()
             callback(*args)
@@ -213,7 +218,7 @@ class _Credited(LaneEnd):
 
     def _absorb(self) -> None:
         if self._returning:
-            now_s = self.clock.now() + _ROUNDING_S
+            now_s = _reached(self.clock)
             while self._returning and self._returning[0] <= now_s:
                 self._returning.popleft()
                 self.grant()
