@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pipelined.messages import Peer
     from pipelined.transport import EndpointSpec
 
-__all__ = ["TcpEndpoint", "TcpTransport"]
+__all__ = ["TcpChannel", "TcpEndpoint", "TcpTransport"]
 
 _HEARTBEAT_MS = 1000
 _BEATS_MISSED = 10
@@ -151,7 +151,7 @@ class _Stream:
             self.sock.close()
 
 
-class _TcpChannel(Channel):
+class TcpChannel(Channel):
     """What goes out to one peer."""
 
     def __init__(self, endpoint: TcpEndpoint, peer: Peer, address: greeting.Address) -> None:
@@ -254,7 +254,7 @@ class _Guest:
 
     def __init__(self, endpoint: TcpEndpoint, sock: socket.socket) -> None:
         self._tcp = endpoint
-        self._channel: _TcpChannel | None = None
+        self._channel: TcpChannel | None = None
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
         self.stream = _Stream(endpoint, sock, Inbox(self._handshake, endpoint.spec.max_message_bytes), self._broken)
         self.stream.say(Frame.pack(Kind.HELLO), self._nonce)
@@ -267,7 +267,7 @@ class _Guest:
         nonce, hello = body[:_NONCE_BYTES], body[_NONCE_BYTES:]
         try:
             channel = self._tcp.admit(hello, self._tcp.token + self._nonce, frame.number)
-            assert isinstance(channel, _TcpChannel)
+            assert isinstance(channel, TcpChannel)
             if channel.inlet is not None:
                 raise HandshakeError(f"{channel.peer} has dialled {self._tcp.me} before")
         except HandshakeError as error:
@@ -352,13 +352,13 @@ class TcpEndpoint(SocketEndpoint):
 
     def _beat(self) -> None:
         for channel in list(self.channels.values()):
-            assert isinstance(channel, _TcpChannel)
+            assert isinstance(channel, TcpChannel)
             channel.beat(self._heartbeat_s * _BEATS_MISSED)
         clock = self.spec.clock
         self._timer = clock.call_at(clock.now() + self._heartbeat_s, self._beat)
 
     def _dial(self, peer: Peer, address: greeting.Address) -> Channel:
-        return _TcpChannel(self, peer, address)
+        return TcpChannel(self, peer, address)
 
     def _stop(self) -> None:
         if self._timer is not None:

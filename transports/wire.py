@@ -57,6 +57,7 @@ class Kind(enum.IntEnum):
     BYE = 8
     BYE_READ = 9
     PING = 10
+    SIDE = 11
 
 
 class Frame(NamedTuple):
@@ -84,7 +85,7 @@ class Frame(NamedTuple):
         if len(header) != HEADER_BYTES:
             raise ProtocolError(f"a frame header has {len(header)} bytes, not {HEADER_BYTES}")
         kind, slot, number, *credits = _HEADER.unpack(header)
-        if not Kind.HELLO <= kind <= Kind.PING or slot >= _SLOTS:
+        if not Kind.HELLO <= kind <= Kind.SIDE or slot >= _SLOTS:
             raise ProtocolError(f"there is no frame of kind {kind} for slot {slot}")
         return cls(Kind(kind), slot, number, tuple(credits))
 
@@ -213,8 +214,14 @@ class Channel(abc.ABC):
         elif frame.kind is Kind.BYE_READ:
             self.bye_read = True
             self._endpoint.farewell()
+        elif frame.kind is Kind.SIDE:
+            self._take_side(body)
         elif frame.kind is not Kind.CREDIT and frame.kind is not Kind.PING:
             raise ProtocolError(f"a {frame.kind.name} frame in the middle of a link")
+
+    def _take_side(self, body: bytes) -> None:
+        """What a transport whose tensors go another way says about that way."""
+        raise ProtocolError("a frame about a way for tensors that this link does not have")
 
     def begin_tensor(self, frame: Frame, encoded: bytes | memoryview) -> tuple[TensorHeader, int]:
         """The header of a tensor came in: what it says, and how many bytes will follow."""
@@ -267,10 +274,13 @@ class Channel(abc.ABC):
     def _take_bye(self, body: bytes) -> None:
         if len(body) != _COUNTS.size:
             raise ProtocolError(f"a bye of {len(body)} bytes, not {_COUNTS.size}")
-        self.put(Kind.BYE_READ, 0, b"")
+        if self._last is not None:
+            raise ProtocolError("a second bye")
         self._last = list(_COUNTS.unpack(body))
         self._end_if_complete()
 
     def _end_if_complete(self) -> None:
         if self._last is not None and all(self._last[slot] == self._whole[slot] & _WRAP for slot in range(_SLOTS)):
+            # Only now: who reads it lets go of what carries the link, and of all that is still under way there.
+            self.put(Kind.BYE_READ, 0, b"")
             self._endpoint.ended(self)
