@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from pipelined.errors import PartitionError
@@ -55,12 +55,32 @@ def _even(info: ModelInfo, pp_size: int) -> list[int]:
             f"{info.architecture} has {len(info.cuts)} legal cuts: at most {len(ends)} stages, not {pp_size}"
         )
     small, extra = divmod(info.layers, pp_size)
-    at, sizes = 0, []
-    for stage in range(pp_size):
-        left = pp_size - stage - 1
-        wanted = at + small + (1 if stage >= pp_size - extra else 0)
-        possible = [end for index, end in enumerate(ends) if end > at and len(ends) - index - 1 >= left]
-        end = info.layers if left == 0 else min(possible, key=lambda legal: (abs(legal - wanted), legal))
-        sizes.append(end - at)
-        at = end
-    return sizes
+    sizes = [small] * (pp_size - extra) + [small + 1] * extra
+    if all(cut in info.cuts for cut in list(accumulate(sizes))[:-1]):
+        return sizes
+    largest = _smallest_largest(ends, pp_size)
+    # Of the divisions that keep to it: the most even one, then the one with the smaller parts first.
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    for _ in range(pp_size):
+        best = {
+            end: min(
+                (squares + (end - start) ** 2, (*parts, end - start))
+                for start, (squares, parts) in best.items()
+                if 0 < end - start <= largest
+            )
+            for end in ends
+            if any(0 < end - start <= largest for start in best)
+        }
+    return list(best[info.layers][1])
+
+
+def _smallest_largest(ends: list[int], pp_size: int) -> int:
+    """The least size that the largest part of a division into `pp_size` parts can have."""
+    best = {0: 0}
+    for _ in range(pp_size):
+        best = {
+            end: min(max(largest, end - start) for start, largest in best.items() if start < end)
+            for end in ends
+            if any(start < end for start in best)
+        }
+    return best[ends[-1]]
