@@ -187,11 +187,13 @@ class TcpChannel(Channel):
             raise ProtocolError(f"a {frame.kind.name} frame in answer to a hello")
 
     def put(self, kind: Kind, slot: int, body: bytes) -> None:
+        """See `Channel`."""
         if not self.gone:
             self._outbox.frame(self.pack(kind, slot), body)
             self._pump()
 
     def put_tensor(self, slot: int, header: bytes, data: memoryview, sent: Callable[[], None]) -> None:
+        """See `Channel`."""
         if not self.gone:
             self._outbox.tensor(slot, header, data, sent)
             self._pump()

@@ -1,0 +1,141 @@
+"""A UCX worker driven from the loop: no thread, no polling, no CPU while nothing happens.
+
+UCX tells by a file descriptor that there is something to do, once it has been armed; and it can be armed only when
+there is nothing left to do. So whoever is woken goes on until arming succeeds. Imports `ucxx`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ucxx._lib.libucxx as ucx
+from ucxx._lib.arr import Array
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+__all__ = ["UcxWorker"]
+
+_TURN_STEPS = 8
+"""A step moves at most a segment of UCX's (512 KiB): together about 1 ms, the longest that a turn holds the loop."""
+
+_ONE_HOST = {"TLS": "posix,sysv,cma,tcp,self", "NET_DEVICES": "lo"}
+"""Shared memory, and a loopback socket where there is none: nothing that another host could reach."""
+
+_ALWAYS = {
+    "RNDV_FRAG_MEM_TYPE": "host",  # else it looks for a GPU to bounce through
+    "WARN_UNUSED_ENV_VARS": "n",
+}
+
+
+@dataclass(eq=False, slots=True)
+class _Pending:
+    """A request of UCX's, and the memory that it reads or writes."""
+
+    request: Any
+    memory: object
+    done: Callable[[str], None]
+
+
+class UcxWorker:
+    """One worker with what it is connected to. Lives on the loop's thread.
+
+    Attributes:
+        address: What a peer needs to connect to it.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, across_hosts: bool) -> None:
+        """Args: across_hosts: whether UCX may listen on devices that other hosts reach."""
+        settings = _ALWAYS if across_hosts else _ALWAYS | _ONE_HOST
+        # What the user has set in the environment stands.
+        settings = {name: value for name, value in settings.items() if f"UCX_{name}" not in os.environ}
+        self._loop = loop
+        self._context: Any = ucx.UCXContext(settings, (ucx.Feature.TAG, ucx.Feature.WAKEUP))
+        self._worker: Any = ucx.UCXWorker(self._context)
+        self._worker.init_blocking_progress_mode()
+        self.address = bytes(self._worker.address.tobytes())
+        self._ends: list[Any] = []
+        self._pending: list[_Pending] = []
+        self._kicking = False
+        self._again = False
+        self._descriptor = int(self._worker.epoll_file_descriptor)
+        self._open = True
+        loop.add_reader(self._descriptor, self._kick)
+        self._kick()
+
+    def connect(self, address: bytes) -> Any:
+        """An end from which a peer's worker can be sent to.
+
+        Raises:
+            RuntimeError: UCX finds no way there.
+        """
+        # Without error handling: with it UCX would offer no shared memory. Who is dead is not for UCX to say.
+        end = ucx.UCXEndpoint.create_from_worker_address(
+            self._worker, ucx.UCXAddress.create_from_buffer(address), endpoint_error_handling=False
+        )
+        self._ends.append(end)
+        self._kick()
+        return end
+
+    def send(self, end: Any, data: memoryview, tag: int, done: Callable[[str], None]) -> None:
+        """Send; `done` is called with "" once `data` may be written again, or with what went wrong."""
+        self._begin(end.tag_send(Array(data), ucx.UCXXTag(tag)), data, done)
+
+    def receive(self, data: memoryview, tag: int, done: Callable[[str], None]) -> None:
+        """Receive what is sent with exactly this tag; `done` as with `send`."""
+        self._begin(self._worker.tag_recv(Array(data), ucx.UCXXTag(tag), ucx.UCXXTagMaskFull), data, done)
+
+    def _begin(self, request: Any, memory: object, done: Callable[[str], None]) -> None:
+        self._pending.append(_Pending(request, memory, done))
+        self._kick()
+
+    def _kick(self) -> None:
+        """Do what there is to do, then arm; in turns, so that the loop stays responsive."""
+        self._again = True
+        if self._kicking:
+            return
+        self._kicking = True
+        try:
+            steps = 0
+            while self._open and self._again:
+                if steps >= _TURN_STEPS:
+                    self._loop.call_soon(self._kick)
+                    return
+                steps += 1
+                moved = self._worker.progress_once()
+                self._complete()
+                self._again = self._again and self._open and (bool(moved) or not self._worker.arm())
+        finally:
+            self._kicking = False
+
+    def _complete(self) -> None:
+        finished = [pending for pending in self._pending if pending.request.completed]
+        if finished:
+            self._pending = [pending for pending in self._pending if pending not in finished]
+            for pending in finished:
+                pending.done(self._problem(pending))
+
+    @staticmethod
+    def _problem(pending: _Pending) -> str:
+        try:
+            pending.request.check_error()
+        except ucx.UCXError as error:
+            return str(error) or type(error).__name__
+        return ""
+
+    def close(self) -> None:
+        """Let go of everything at once. Idempotent. What is pending is never done."""
+        if not self._open:
+            return
+        self._open = False
+        self._loop.remove_reader(self._descriptor)
+        # UCX reads and writes the memory of pending requests until the worker is gone, so that goes first. It is gone
+        # when nothing refers to it: neither requests nor ends.
+        memory = [pending.memory for pending in self._pending]
+        self._pending.clear()
+        self._ends.clear()
+        self._worker = self._context = None
+        del memory
