@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
 torch.set_num_threads(1)
+
+# Tests share helpers by the name of their module.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 class World:
