@@ -16,9 +16,9 @@ async def at_rest(llm: AsyncLLM, timeout_s: float = 10.0) -> None:
     """Wait until no rank holds anything, then see that all ranks have applied the same steps."""
     try:
         async with asyncio.timeout(timeout_s):
-            while any(count for held in (await llm.integrity()).values() for count in held.values()):
+            while any(count for held in (await llm.integrity()).values() for count in held.values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
-            while len({rank["steps_applied"] for rank in (await llm.stats()).values()}) > 1:
+            while len({rank["steps_applied"] for rank in (await llm.stats()).values()}) > 1:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
     except TimeoutError:
         raise AssertionError(f"still held: {await llm.integrity()}") from None

@@ -149,7 +149,8 @@ async def test_logprobs(engine: Any) -> None:
         assert len(output.prompt_logprobs) == 70
         assert output.prompt_logprobs[0] is None
         assert all(
-            entry is not None and token in entry for token, entry in zip(range(1, 70), output.prompt_logprobs[1:])
+            entry is not None and token in entry
+            for token, entry in zip(range(1, 70), output.prompt_logprobs[1:], strict=True)
         )
 
 
@@ -285,7 +286,7 @@ async def storm(llm: AsyncLLM, dice: random.Random, count: int, model: str) -> i
         name = f"storm {id(prompt)}"
         stream = llm.generate(prompt, greedy(n), request_id=name)
         seen = 0
-        async for output in stream:
+        async for output in stream:  # noqa: B007 - the last one is looked at
             seen += 1
             if seen > after and how == 0:
                 await stream.aclose()

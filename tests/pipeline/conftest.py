@@ -50,7 +50,7 @@ async def idle(pipe: Pipeline, timeout_s: float = 5.0) -> None:
     """Wait until no rank holds anything; what was cancelled needs a moment to get through."""
     try:
         async with asyncio.timeout(timeout_s):
-            while any(count for held in (await pipe.integrity()).values() for count in held.values()):
+            while any(count for held in (await pipe.integrity()).values() for count in held.values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
     except TimeoutError:
         raise AssertionError(f"still held: {await pipe.integrity()}") from None

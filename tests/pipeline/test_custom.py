@@ -10,11 +10,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pipeline_stages import Add, Lives, Pass, RaisesOn, Returns
 
 from pipelined.errors import ConfigError, EngineClosedError, PipelinedError, StageError
 from pipelined.pipeline import Pipeline
-
-from pipeline_stages import Add, Lives, Pass, RaisesOn, Returns
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
