@@ -180,7 +180,7 @@ class ToyStage(Stage):
             raising = raising or params.raise_token in prompt
             if segment.sample:
                 early = len(state.tokens) - state.prompt_tokens < state.sampling.min_tokens
-                stops = frozenset(state.eos + state.sampling.stop_token_ids) if early else frozenset()
+                stops = frozenset((*state.eos, *state.sampling.stop_token_ids)) if early else frozenset()
                 sampled.append((stops, state.sampling.logprobs))
         if batch is None:
             return None
