@@ -1,4 +1,4 @@
-"""Micro-batches of equal time: the default in sight. No size to tune; the costs are learnt.
+"""Micro-batches of equal time. No size to tune; the costs are learnt.
 
 A target time per micro-batch follows from the costs, the number of stages and what waits; then every micro-batch is
 filled up to it, with decodes first and with chunks of one or several prompts, each sized by its own prefix.
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["BalancedChunks"]
 
 _DRIFT = 0.02  # costs that moved less than this leave a plan as it is
+_LEAP = 2  # times the largest micro-batch measured
 _MOST = 512  # prompts that a plan looks ahead to
 _LAST = (
     12  # micro-batches; so near the end, or after so many of a long queue, it is worth planning again whatever moved
@@ -96,7 +97,7 @@ class BalancedChunks:
             cost,
             queue,
             align=self.align,
-            most_tokens=self.most_tokens,
+            most_tokens=self.bound_tokens(),
             beside=MicroBatch((), load.decodes, load.decode_context_tokens),
             sunk_s=self._sunk_s(load, prefix_tokens + remaining_tokens),
             most_s=bound_s,
@@ -107,13 +108,20 @@ class BalancedChunks:
             prefix_tokens + remaining_tokens,
             load.prompts,
             self.costs.version,
-            cost.launch_s(probe),
+            max(cost.launch_s(probe), 1e-12),
             probe,
             load.decodes,
             bound_s,
             peak_s=task.sunk_s,
         )
         return self._plan.target
+
+    def bound_tokens(self) -> int:
+        """Most tokens of a micro-batch: what memory allows, and no leap into what was never measured."""
+        costs = self.costs
+        if costs.profiled or not costs.known:
+            return self.most_tokens
+        return min(self.most_tokens, max(self.align, _LEAP * costs.most_tokens_seen // self.align * self.align))
 
     def _sunk_s(self, load: Load, ends: int) -> float:
         """The largest time on the way, by what is known now: in flight, or earlier in the same prompt."""
@@ -175,7 +183,7 @@ class _BalancedBudget:
         first, policy = not self._tokens, self._policy
         if first:
             self._target_s = policy.target(self._load, prefix_tokens, remaining_tokens).seconds
-        room = float(policy.most_tokens - self._tokens)
+        room = float(policy.bound_tokens() - self._tokens)
         for used_s, stage in zip(self._used_s, policy.costs.cost.distinct, strict=True):
             left_s = (self._target_s - used_s) * (1 + 1e-9)
             room = min(room, stage.tokens_within(prefix_tokens, left_s))

@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 __all__ = ["SHAPE", "LiveCosts", "OnlineFit"]
 
-SHAPE = StageCost(a=1 / 16384, b=1.0, c=256.0, d=0.0)
+SHAPE = StageCost(a=1 / 16384, b=1.0, c=16.0, d=0.0)
 """What stages are like before anything is measured, in units of a token's time.
 
-Attention costs as much as all the rest at a prefix of about 8K tokens, and a launch as much as 256 tokens: both of
-that order on the models and machines known.
+Attention costs as much as all the rest at a prefix of about 8K tokens, as on the models known. A launch counts little:
+first chunks then are small rather than large, which costs less if it is wrong, and shows what a launch does cost.
 """
 
 _TRUST = 0.01  # weight of the prior against that of one measurement
+_MOST_LAUNCH_S = 0.005  # expected of a launch before it is known: machines differ less in this than in tokens
 _WILD = 4.0  # this many times off the prediction is an accident, unless it goes on
 _ACCIDENTS = 4
 
@@ -98,7 +99,7 @@ class OnlineFit:
 
     def _weight(self, predicted: float | None, seconds: float) -> float:
         """Accidents count for little, until they are the rule."""
-        if predicted is None or self.samples < _ACCIDENTS:
+        if not predicted or self.samples < _ACCIDENTS:
             return 1.0
         ratio = max(seconds / predicted, predicted / seconds)
         self._accidents = self._accidents + 1 if ratio > _WILD else 0
@@ -107,11 +108,14 @@ class OnlineFit:
 
     def _solve(self) -> StageCost:
         # A profile is believed as it stands; a mere shape is scaled to what was measured, unmoved by a slow first time.
-        scale = 1.0 if self._known else median_low(self._scales)
+        prior = self._prior
+        if not self._known:
+            prior = prior * median_low(self._scales)
+            prior[0] = min(prior[0], _MOST_LAUNCH_S)
         unit = np.maximum(self._typical, 1e-12 / max(self._scales))
         trust = np.diag(_TRUST * unit * unit)
         gram = self._gram + trust
-        moment = self._moment + trust @ (scale * self._prior)
+        moment = self._moment + trust @ prior
         column = 1 / np.sqrt(np.diag(gram))
         factor = np.linalg.cholesky(gram * np.outer(column, column) + 1e-13 * np.eye(len(column)))
         goal = np.asarray(np.linalg.solve(factor, column * moment), dtype=np.float64)
@@ -141,6 +145,8 @@ class LiveCosts:
         self.pp_size = pp_size
         self.version = 0
         """Grows with every change of `cost`."""
+        self.most_tokens_seen = 0
+        """Of the micro-batches measured, the largest: far beyond it, an unprofiled `cost` is a guess."""
         priors = profile.stages if profile else (None,) * pp_size
         self._profiled = profile is not None
         self._fits = [OnlineFit(prior, memory=memory, windows=windows) for prior in priors]
@@ -148,6 +154,11 @@ class LiveCosts:
 
     def __repr__(self) -> str:
         return f"<LiveCosts stages={self.pp_size} version={self.version} known={self.known}>"
+
+    @property
+    def profiled(self) -> bool:
+        """Whether it began with a profile."""
+        return self._profiled
 
     @property
     def known(self) -> bool:
@@ -176,4 +187,5 @@ class LiveCosts:
             self._fits[rank].observe(work, seconds)
             if self._fits[rank].samples != before:
                 self.version += 1
+                self.most_tokens_seen = max(self.most_tokens_seen, work.tokens)
                 self._cost = None

@@ -41,6 +41,7 @@ class World:
         self.todo = deque(lengths)
         self.window = len(cost.stages) + options.get("depth", 2)
         self.decode_tokens: int = options.get("decode_tokens", 0)
+        self.noise: Callable[[], float] = options.get("noise", lambda: 1.0)
         self.learn: LiveCosts | None = options.get("learn")
         self.free = [0.0] * len(cost.stages)
         self.queue: list[Prompt] = []
@@ -92,14 +93,15 @@ class World:
         end = self.now
         for stage, seconds in enumerate(self.cost.times_s(work)):
             end = self.free[stage] = max(end, self.free[stage]) + seconds
-            if self.learn is not None:
-                self.learn.observe(stage, work, seconds)
         self.works.append(work)
         self.flying.append((work, end, sampled))
         return True
 
     def result(self) -> None:
-        _, self.now, sampled = self.flying.popleft()
+        work, self.now, sampled = self.flying.popleft()
+        if self.learn is not None:
+            for stage, seconds in enumerate(self.cost.times_s(work)):
+                self.learn.observe(stage, work, seconds * self.noise())
         for prompt in sampled:
             prompt.token_times.append(self.now)
             prompt.ttft_s = prompt.ttft_s or self.now - prompt.arrived_s

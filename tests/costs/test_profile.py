@@ -15,7 +15,9 @@ from pipelined.costs import (
     StageCost,
     StageProfile,
     Window,
+    decode_costs,
     decode_profile,
+    encode_costs,
     encode_profile,
     fit,
 )
@@ -114,3 +116,11 @@ def test_damage_is_refused_or_harmless(at: int, junk: bytes) -> None:
 def test_any_json_is_refused(tree: Any) -> None:
     with pytest.raises(ConfigError):
         decode_profile(msgspec.json.encode(tree))
+
+
+def test_coefficients_alone_travel_as_text() -> None:
+    cost = profile().cost()
+    assert decode_costs(encode_costs(cost)) == cost
+    for text in ("", "[]", "[{}]", '[{"a": -1, "b": 1, "c": 1}]', "[[[["):
+        with pytest.raises(ConfigError):
+            decode_costs(text)
