@@ -84,6 +84,7 @@ class FaultyTransport(WrappedTransport):
 
     - `seed`: of everything random.
     - `drop`, `duplicate`, `corrupt`, `delay`, `stall`: the probability of each for a frame, 0 to 1.
+      A duplicate takes a place in the window until the peer has dropped it; where none is free there is none.
     - `delay_ms`: how long a delayed frame takes at most (20; giving it alone means `delay=1`); those behind it wait.
     - `stall_ms`: how long a stalled lane stops (for ever).
     - `kill_after`: the endpoint aborts instead of sending that frame, counted from 0 over all its lanes.
