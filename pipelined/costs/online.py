@@ -31,6 +31,7 @@ _TRUST = 0.01  # weight of the prior against that of one measurement
 _MOST_LAUNCH_S = 0.005  # expected of a launch before it is known: machines differ less in this than in tokens
 _WILD = 4.0  # this many times off the prediction is an accident, unless it goes on
 _ACCIDENTS = 4
+_PATIENCE = 16  # measurements, at most, until the model is fitted again
 
 
 class OnlineFit:
@@ -56,6 +57,7 @@ class OnlineFit:
         self._accidents = 0
         self._decodes_seen = prior is not None and prior.per_decode is not None
         self._cost: StageCost | None = prior
+        self._solved = 0
         self.samples = 0
         self.error: float | None = None
         """Mean relative error of the predictions made before each measurement, lately."""
@@ -67,8 +69,10 @@ class OnlineFit:
     @property
     def cost(self) -> StageCost | None:
         """What is believed now; None before the first measurement, without a prior."""
-        if self._cost is None and self.samples:
-            self._cost = self._solve()
+        # Solving takes a while, and one measurement more of many changes little.
+        news = self.samples - self._solved
+        if news >= max(1, min(_PATIENCE, self.samples // 8)):
+            self._cost, self._solved = self._solve(), self.samples
         return self._cost
 
     def predict_s(self, work: MicroBatch) -> float | None:
@@ -82,7 +86,7 @@ class OnlineFit:
         predicted = self.predict_s(work)
         weight = self._weight(predicted, seconds)
         if predicted is not None and weight == 1.0:
-            miss = abs(predicted / seconds - 1)
+            miss = min(1.0, abs(predicted / seconds - 1))
             self.error = miss if self.error is None else 0.9 * self.error + 0.1 * miss
         row = features(work, self._windows) / seconds
         self._gram = self._keep * self._gram + weight * np.outer(row, row)
@@ -91,7 +95,6 @@ class OnlineFit:
         self._scales.append(seconds / max(self._shape.launch_s(work), 1e-12))
         self._decodes_seen = self._decodes_seen or work.decodes > 0
         self.samples += 1
-        self._cost = None
 
     def observe_chunk(self, prefix_tokens: int, tokens: int, seconds: float) -> None:
         """A measurement of a single chunk."""
@@ -183,9 +186,11 @@ class LiveCosts:
     def observe(self, rank: int, work: MicroBatch, seconds: float) -> None:
         """A stage took that long for a micro-batch. Ranks that there are none of are ignored."""
         if 0 <= rank < len(self._fits):
-            before = self._fits[rank].samples
-            self._fits[rank].observe(work, seconds)
-            if self._fits[rank].samples != before:
-                self.version += 1
+            fit = self._fits[rank]
+            before, samples = fit.cost, fit.samples
+            fit.observe(work, seconds)
+            if fit.samples != samples:
                 self.most_tokens_seen = max(self.most_tokens_seen, work.tokens)
+            if fit.cost is not before:
+                self.version += 1
                 self._cost = None
