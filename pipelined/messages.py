@@ -117,10 +117,10 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def exception(self) -> errors.PipelinedError:
         """The error again: its own class if it is one of ours, `StageError` otherwise."""
-        kind = getattr(errors, self.kind, None) if self.kind in errors.__all__ else None
-        if kind is None or issubclass(kind, errors.RankError):
-            cls = kind or errors.StageError
-            error: errors.RankError = cls(
+        found = getattr(errors, self.kind, None) if self.kind in errors.__all__ else None
+        kind: type[errors.PipelinedError] = found if isinstance(found, type) else errors.StageError
+        if issubclass(kind, errors.RankError):
+            error: errors.RankError = kind(
                 self.message,
                 rank=self.rank,
                 stage=self.stage,

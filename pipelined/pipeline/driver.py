@@ -57,6 +57,8 @@ HEARTBEAT_S = 1.0
 _BLAME_S = 0.1
 """Losing one rank makes its neighbours fail within moments: wait that long before deciding which was first."""
 
+_BLAME_TRIES = 14
+
 _encode = msgspec.msgpack.Encoder().encode
 _decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode
 _decode_health = msgspec.msgpack.Decoder(HealthMessage).decode
@@ -137,7 +139,13 @@ class Driver:
 
     async def __aexit__(self, *exc: object) -> None:
         """Tell the ranks to stop, wait, end those that don't."""
-        await self._end(clean=not self.failure.done())
+        ending = asyncio.ensure_future(self._end(clean=not self.failure.done()))
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:  # in a hurry: nothing may be left even so
+            self._world.kill()
+            await asyncio.wait([ending])
+            raise
 
     def _spawn(self, work: Any, name: str) -> None:
         self._tasks.append(self._group.create_task(work, name=f"driver {name}"))
@@ -203,9 +211,9 @@ class Driver:
             return
         self._ends[rank] = error
         if len(self._ends) == 1:
-            self.clock.call_at(self.clock.now() + _BLAME_S, self._blame)
+            self.clock.call_at(self.clock.now() + _BLAME_S, self._blame, _BLAME_TRIES)
 
-    def _blame(self) -> None:
+    def _blame(self, tries: int) -> None:
         """Of the ranks that ended at about the same time, the one that did not merely lose a neighbour."""
 
         def innocence(end: tuple[int, BaseException | None]) -> tuple[int, int]:
@@ -217,6 +225,10 @@ class Driver:
             return (1, rank)
 
         rank, error = min(self._ends.items(), key=innocence)
+        if tries and innocence((rank, error))[0] == 2 and len(self._ends) < self.config.size:
+            # Only neighbours so far: the cause may be in a rank that still closes.
+            self.clock.call_at(self.clock.now() + _BLAME_S, self._blame, tries - 1)
+            return
         if error is None:
             self.lose(RankLostError("ended before it was told to", rank=rank, stage=self._stage_name(rank)))
         elif isinstance(error, RankLostError):

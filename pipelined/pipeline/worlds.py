@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
@@ -25,13 +25,15 @@ from pipelined.rank.process import EXIT_FAILED, serve_child
 from pipelined.transport import FileRendezvous, MemoryRendezvous, Rendezvous
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     from pipelined.rank import Planner
     from pipelined.rank.description import RankDescription
     from pipelined.stage import Device, Stage
 
 __all__ = ["Ended", "ProcessWorld", "TaskWorld", "World"]
+
+T = TypeVar("T")
 
 _Process = subprocess.Popen[bytes] | multiprocessing.Process
 
@@ -141,7 +143,8 @@ class TaskWorld:
     def kill(self) -> None:
         """See `World`."""
         for task in self._tasks:
-            task.cancel()
+            if not task.cancelling():  # a second time would stop it from tidying up
+                task.cancel()
 
 
 class _Child:
@@ -209,20 +212,16 @@ class ProcessWorld:
                 "a pipeline of processes was started while a child process imports the main script; put what starts "
                 'it behind `if __name__ == "__main__":`'
             )
-        self._directory = await asyncio.to_thread(tempfile.mkdtemp, prefix="pipelined-")
+        self._directory, cancelled = await _to_its_end(asyncio.to_thread(tempfile.mkdtemp, prefix="pipelined-"))
         self._rendezvous = FileRendezvous(self._directory)
         for description, stage in zip(descriptions, stages, strict=True):
+            if cancelled is not None:
+                raise cancelled
             described = msgspec.structs.replace(description, rendezvous=self._directory)
             own_planner = planner if description.config.rank == 0 else None
-            spawning = asyncio.ensure_future(asyncio.to_thread(_spawn, described, stage, own_planner))
-            try:
-                await asyncio.shield(spawning)
-            except asyncio.CancelledError:  # the thread goes on, and what it starts must be ended
-                await asyncio.wait([spawning])
-                if spawning.exception() is None:
-                    self._adopt(description.config.rank, *spawning.result())
-                raise
-            self._adopt(description.config.rank, *spawning.result())
+            spawning = asyncio.to_thread(_spawn, described, stage, own_planner)
+            (pipe, process), cancelled = await _to_its_end(spawning)
+            self._adopt(description.config.rank, pipe, process)
 
     def _adopt(self, rank: int, pipe: Connection, process: _Process) -> None:
         child = _Child(rank, pipe, process)
@@ -280,6 +279,18 @@ class ProcessWorld:
         for child in self._children:
             if not child.gone.done():
                 child.process.kill()
+
+
+async def _to_its_end(work: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError | None]:
+    """Await work in a thread, which goes on when the wait is cancelled: what it made must be known to be ended."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    return task.result(), cancelled
 
 
 def _spawn(description: RankDescription, stage: Stage | None, planner: Planner | None) -> tuple[Connection, _Process]:

@@ -34,9 +34,6 @@ __all__ = ["Rank"]
 _MARGIN_S = 2.0
 """Rank 0 knows who is missing, so that the others wait a little longer than it does."""
 
-_CLOSE_S = 10.0
-"""A stage that hangs is not waited for longer."""
-
 _encode = msgspec.msgpack.Encoder().encode
 _decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
 _decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode
@@ -102,16 +99,20 @@ class Rank:
             await self._serve(core)
             task.cancel()
 
-    async def aclose(self) -> None:
-        """Tear the stage down and stop the device."""
+    async def aclose(self, timeout_s: float = 10.0) -> None:
+        """Tear the stage down and stop the device.
+
+        Raises:
+            DeadlineError: The stage still computes after `timeout_s`: it is not waited for.
+        """
         try:
-            async with self.clock.timeout(_CLOSE_S):
+            async with self.clock.timeout(timeout_s):
                 if self._is_set_up:
                     self._is_set_up = False
                     await self._on_device(self.stage.teardown)
                 await self.device.aclose()
         except TimeoutError as error:
-            raise DeadlineError(f"{self!r} still computes, {_CLOSE_S:g} s after it was told to end") from error
+            raise DeadlineError(f"{self!r} still computes, {timeout_s:g} s after it was told to end") from error
 
     def _integrity(self) -> dict[str, int]:
         held = {f"stage.{name}": count for name, count in self.stage.integrity().items()}
@@ -132,12 +133,26 @@ class Rank:
         )
         setup = self.stage.reset if self._is_set_up else lambda: self.stage.setup(context)
         self._is_set_up = True
-        agreed = await self._agree(core, await self._ready(core, setup))
-        await self._agree(core, await self._ready(core, lambda: self.stage.start(agreed)))
+        agreed = await self._agree(core, await self._ready_in_time(core, setup))
+        await self._agree(core, await self._ready_in_time(core, lambda: self.stage.start(agreed)))
         if self.planner is not None:
             self.planner.start(core.epoch, agreed)
             assert core.links.news is not None
             await core.links.news.send(_encode(Started(core.epoch, agreed)))
+
+    async def _ready_in_time(self, core: Core, work: Callable[[], Any]) -> Ready:
+        """Rank 0 watches the others' time, and here its own."""
+        try:
+            async with self.clock.timeout(self.config.setup_timeout_s if self.config.first else None):
+                return await self._ready(core, work)
+        except TimeoutError as error:
+            raise self._late([0]) from error
+
+    def _late(self, ranks: list[int]) -> DeadlineError:
+        return DeadlineError(
+            f"ranks {ranks} were not ready within {self.config.setup_timeout_s:g} s; raise the set-up time-out if they "
+            "only load slowly"
+        )
 
     async def _ready(self, core: Core, work: Callable[[], Any]) -> Ready:
         """Do a part of the set-up on the device, and make the message that says how it went."""
@@ -188,10 +203,7 @@ class Rank:
                     group.create_task(hear(rank))
         except TimeoutError as error:
             absent = [rank for rank in range(self.config.size) if rank not in ready]
-            raise DeadlineError(
-                f"ranks {absent} were not ready within {self.config.setup_timeout_s:g} s; raise the set-up time-out "
-                "if they only load slowly"
-            ) from error
+            raise self._late(absent) from error
         assert core.links.news is not None
         for rank, message in sorted(ready.items()):
             if message.error is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pipelined.clock import Clock, MonotonicClock
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
     from pipelined.stage import Device, Stage
 
 __all__ = ["root_cause", "run_rank"]
+
+
+_FAILED_CLOSE_S = 1.0
+"""A rank that failed is reported once it is closed: a stage that hangs must not hold that up."""
 
 
 async def run_rank(
@@ -67,8 +73,19 @@ async def run_rank(
             secret=description.secret,
         ) as links:
             await rank.run(links, description.epoch)
-    finally:
         await rank.aclose()
+    except BaseException:
+        await _close_failed(rank)
+        raise
+
+
+async def _close_failed(rank: Rank) -> None:
+    """Close whatever happens meanwhile: the time it takes is bounded. What goes wrong says less than why it failed."""
+    closing = asyncio.ensure_future(rank.aclose(_FAILED_CLOSE_S))
+    while not closing.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([closing])
+    closing.exception()
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -112,7 +112,12 @@ async def open_links(
                 secret=secret,
             )
             endpoints[uri] = await stack.enter_async_context(await resolve(uri).open(spec))
-        yield _name_links(config, plan, endpoints)
+        try:
+            yield _name_links(config, plan, endpoints)
+        except BaseException:  # what was posted may wait for something that will never be
+            for endpoint in endpoints.values():
+                endpoint.abort()
+            raise
 
 
 def _name_links(config: RankConfig, plan: LinkPlan, endpoints: dict[str, Endpoint]) -> Links:
