@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hmac
 import os
 import secrets
 import socket
@@ -89,17 +90,16 @@ class _Link(asyncio.BufferedProtocol):
 
     def frame(self, kind: int, lane: int = 0, body: bytes = b"") -> None:
         """Send a frame. Never suspends."""
-        self._put(memoryview(_HEAD.pack(kind, lane, 0, len(body)) + body), None)
+        self._put((memoryview(_HEAD.pack(kind, lane, 0, len(body)) + body), None))
 
     def tensor(self, header: TensorHeader, lane: int, tensor: torch.Tensor, sent: Callable[[], None]) -> None:
         """Send a tensor; `sent` once its memory may be written again."""
         meta, body = msgspec.msgpack.encode(header), raw_bytes(tensor).numpy().data
-        self._put(memoryview(_HEAD.pack(_TENSOR, lane, len(meta), len(body)) + meta), None)
-        self._put(body, sent)
+        self._put((memoryview(_HEAD.pack(_TENSOR, lane, len(meta), len(body)) + meta), None), (body, sent))
 
-    def _put(self, piece: memoryview, sent: Callable[[], None] | None) -> None:
+    def _put(self, *pieces: tuple[memoryview, Callable[[], None] | None]) -> None:
         if not self.gone:
-            self._queue.append((piece, sent))
+            self._queue.extend(pieces)  # all at once: a `sent` that is called now may put a frame, too
             self._pump()
 
     def _pump(self) -> None:
@@ -249,6 +249,9 @@ class UnixEndpoint(BaseEndpoint):
                 check_hello(self.hello, theirs)
             except HandshakeError as error:
                 link.frame(_REFUSED, 0, str(error).encode())
+                if hmac.compare_digest(theirs.secret.encode(), self.hello.secret.encode()):
+                    self.refusals[theirs.me] = error  # whoever knows the secret is the peer: no use in waiting
+                    self._tell()
                 return
             if theirs.me not in self._fates:
                 link.frame(_WELCOME, 0, encode_hello(self.hello))
@@ -282,7 +285,7 @@ class UnixEndpoint(BaseEndpoint):
         """A connection is over."""
         if (timer := self._strangers.pop(link, None)) is not None:
             timer.cancel()
-        if link.accepted and link.peer is not None:
+        if link.accepted and link.peer is not None and not self._closed:
             self._peer_lost(link.peer, why)
         self._tell()
 
