@@ -72,8 +72,8 @@ class LLM:
         self._thread = thread
         try:
             thread.run(life.start())
-        except BaseException:
-            thread.stop()
+        except BaseException:  # also Ctrl-C while the ranks start
+            _shut_down(thread, life)
             raise
         self._close = weakref.finalize(self, _shut_down, thread, life)
 
@@ -100,8 +100,7 @@ class LLM:
             InvalidRequestError: One of them cannot be served; nothing has been started then.
             PipelinedError: One of them failed, or the pipeline cannot go on.
         """
-        if not self._close.alive:
-            raise EngineClosedError("the LLM is closed")
+        self._check_open()
         many: list[Prompt] = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
         if len(each) != len(many):
@@ -132,8 +131,13 @@ class LLM:
         except PipelinedError as error:
             return error
 
+    def _check_open(self) -> None:
+        if not self._close.alive:
+            raise EngineClosedError("the LLM is closed")
+
     def stats(self) -> dict[int, dict[str, Any]]:
         """What each rank has done so far."""
+        self._check_open()
         stats: dict[int, dict[str, Any]] = self._thread.run(self.engine.stats())
         return stats
 
@@ -145,6 +149,7 @@ class _Life:
         self._engine = engine
         self._task: asyncio.Task[None] | None = None
         self._closing: asyncio.Event | None = None
+        self._ready = False
 
     async def start(self) -> None:
         self._closing = asyncio.Event()
@@ -156,14 +161,20 @@ class _Life:
 
     async def _live(self, closing: asyncio.Event, ready: asyncio.Future[None]) -> None:
         async with self._engine:
-            ready.set_result(None)
+            self._ready = True
+            if not ready.done():
+                ready.set_result(None)
             await closing.wait()
 
     async def stop(self) -> None:
-        assert self._closing is not None
-        assert self._task is not None
+        if self._closing is None or self._task is None:
+            return
         self._closing.set()
-        await self._task
+        if not self._ready:
+            self._task.cancel()
+        await asyncio.wait([self._task])
+        if self._ready and not self._task.cancelled():
+            await self._task
 
 
 def _shut_down(thread: _LoopThread, life: _Life) -> None:
