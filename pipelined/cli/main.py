@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-_COMMANDS = ("generate", "bench", "trace", "transports")
+_COMMANDS = ("generate", "bench", "trace", "transports", "stages")
 _INTERRUPTED = 130
 
 
