@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from pipelined.errors import HandshakeError
 from pipelined.transport.lanes import payload_bytes
 
 from . import greeting
@@ -40,6 +41,7 @@ class BesideChannel(TcpChannel):
 
     def __init__(self, endpoint: BesideEndpoint, peer: Peer, address: greeting.Address) -> None:
         super().__init__(endpoint, peer, address)
+        self._beside = endpoint
         self._sent_beside = [0] * _SLOTS
         self._received_beside = [0] * _SLOTS
         self._coming: dict[int, deque[TensorHeader]] = {}  # announced on each slot; the first is being received
@@ -69,8 +71,19 @@ class BesideChannel(TcpChannel):
             self._asked = True
             self._open_side()
 
+    @property
+    def stands(self) -> bool:
+        """Whether tensors can pass the other way."""
+        return self._stands
+
+    @property
+    def settled(self) -> bool:
+        """Whether the other way stands, or never will."""
+        return self._stands or self.gone
+
     def _side_stands(self) -> None:
         self._stands = True
+        self._beside.side_settled()
         held, self._held = self._held, []
         for action in held:
             action()
@@ -133,11 +146,31 @@ class BesideChannel(TcpChannel):
 
 
 class BesideEndpoint(TcpEndpoint):
-    """Sets up the other way as soon as a peer has said hello."""
+    """Sets up the other way as soon as a peer has said hello; connecting ends when it stands."""
 
     def _attach(self, peer: Peer) -> None:
         super()._attach(peer)
-        cast("BesideChannel", self.channels[peer]).open_side()
+        self._beside(peer).open_side()
+
+    def _beside(self, peer: Peer) -> BesideChannel:
+        return cast("BesideChannel", self.channels[peer])
+
+    def side_settled(self) -> None:
+        """For channels: one stands."""
+        self._tell()
+
+    async def _connect_in_time(self, peer: Peer, absent: list[str]) -> None:
+        await super()._connect_in_time(peer, absent)
+        try:
+            async with self.spec.clock.timeout(self.spec.open_timeout_s):
+                while peer in self._fates and not self._beside(peer).settled and not self._closed:
+                    await self.news()
+        except TimeoutError:
+            absent.append(f"{peer} (said hello, but can't be reached over {self.scheme})")
+            return
+        if peer in self._fates and not self._beside(peer).stands and not self._closed:
+            why = self.losses[-1] if self.losses else "it closed"
+            raise HandshakeError(f"{peer} was not reached over {self.scheme}: {why}")
 
 
 def _nothing() -> None:

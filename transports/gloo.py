@@ -6,7 +6,9 @@ beside it (see `beside.py`), and so do the addresses that gloo exchanges. It off
 
 Gloo blocks, so each tensor under way takes a helper thread: at most one for each direction of each lane in use, that is
 ten a peer; a pipeline's rank, which sends to one peer and receives from another on one lane, has two. They wait without
-using CPU, and end with the endpoint. Gloo itself has one thread an endpoint and one a peer.
+using CPU, and end with the endpoint. Gloo itself has one thread an endpoint and one a peer. The exception: a thread in
+whose transfer the peer died, or this side aborted, may be left for as long as a silent peer is given (10 s), since
+gloo does not wake it. Its transfer has failed long before.
 
 Gloo's own connections are neither authenticated nor encrypted: beyond loopback the network has to be trusted.
 Options: those of `tcp://` (the address to listen on, `window`, `heartbeat_ms`).
@@ -15,9 +17,9 @@ Options: those of `tcp://` (the address to listen on, `window`, `heartbeat_ms`).
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import dataclasses
-import functools
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -42,7 +44,8 @@ __all__ = ["GlooEndpoint", "GlooTransport"]
 
 _NUMBERS = 1 << 24
 """Tags are 31 bits: the lane, and the tensor's number in it. No more than the window are ever under way."""
-_THREADS_END_S = 2.0
+_CLOSE_PATIENCE_S = 1.0
+"""How long `aclose` waits for helper threads: they take 20 ms, or far longer."""
 _INSTALL = "pip install torch"
 
 
@@ -83,8 +86,8 @@ class _GlooChannel(BesideChannel):
         self._gloo.from_thread(self._say_side, msgspec.msgpack.encode((key, value)))
 
     def _open_side(self) -> None:
-        device, timeout_s = self._gloo.device, self._gloo.spec.open_timeout_s
-        self._in_thread(lambda: self._pair.connect(device, timeout_s), self._side_stands)
+        device = self._gloo.device
+        self._in_thread(lambda: self._pair.connect(device), self._side_stands)
 
     def _take_side(self, body: bytes) -> None:
         try:
@@ -117,6 +120,11 @@ class _GlooChannel(BesideChannel):
         if not self.gone:
             then()
 
+    def at_exit(self) -> None:
+        """The process ends, and nobody has closed this."""
+        self._pair.close()
+        self._pair.break_up()
+
     def _close_side(self) -> None:
         self._pair.close()
         self._gloo.helpers.run(self._pair.break_up)
@@ -145,17 +153,29 @@ class GlooEndpoint(BesideEndpoint):
         """
         from .gloo_pair import Helpers, make_device
 
-        self.helpers = Helpers(f"gloo {self.me}", functools.partial(self.from_thread, self._threads_ended.set))
+        self.helpers = Helpers(f"gloo {self.me}", self._ended)
         try:
             self.device = make_device(host)
         except RuntimeError as error:
             raise ConfigError(f"gloo:// can't listen on {host}: {error}") from error
+        atexit.register(self._at_exit)
+
+    def _ended(self) -> None:  # on the last helper thread
+        atexit.unregister(self._at_exit)
+        self.from_thread(self._threads_ended.set)
+
+    def _at_exit(self) -> None:
+        for channel in self.channels.values():
+            assert isinstance(channel, _GlooChannel)
+            channel.at_exit()
+        self.helpers.stop()
+        self.helpers.join(2 * self.silence_s)
 
     def make_pair(self, peer: Peer, tell: Callable[[str, bytes], None]) -> Pair:
         """The group that this endpoint will share with a peer."""
         from .gloo_pair import Pair
 
-        return Pair(int(self.me > peer), tell)
+        return Pair(int(self.me > peer), self.silence_s, tell)
 
     def from_thread(self, callback: Callable[..., None], *args: object) -> None:
         """Call back on the loop, from any thread."""
@@ -163,10 +183,10 @@ class GlooEndpoint(BesideEndpoint):
             self.loop.call_soon_threadsafe(callback, *args)
 
     async def aclose(self) -> None:
-        """See `Endpoint`. Returns when the helper threads have ended."""
+        """See `Endpoint`. Returns when the helper threads have ended, but for those that gloo does not let go of."""
         await super().aclose()
         with contextlib.suppress(TimeoutError):
-            async with self.spec.clock.timeout(_THREADS_END_S):
+            async with self.spec.clock.timeout(_CLOSE_PATIENCE_S):
                 await self._threads_ended.wait()
 
     def _dial(self, peer: Peer, address: greeting.Address) -> _GlooChannel:

@@ -1,7 +1,8 @@
 """A gloo process group of two, and threads that wait for it. Knows no loop and no lane.
 
 Gloo's handles can't be awaited: `is_completed` stays false, and there is no future. So each operation blocks a helper
-thread. Nor can they be cancelled: what ends all of them is an operation that times out, which breaks the pair.
+thread. Nor can they be cancelled. What ends them is an operation that times out, which breaks the pair; except those
+whose bytes are just on the wire, which gloo forgets to wake when a pair breaks: these end by their own time limit.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Helpers", "Pair", "make_device"]
 
-_NEVER = timedelta(days=365)
-"""Whether a peer is alive is noticed elsewhere; a wait that times out would break the pair."""
+_SLOWEST_BYTES_PER_S = 10e6
+_CONNECT = timedelta(seconds=5)
+"""Both sides wait for each other's address first, for as long as the link stands; connecting itself takes no time."""
 _AT_ONCE = timedelta(milliseconds=1)
 _LAST_TAG = (1 << 31) - 1
 
@@ -30,7 +32,8 @@ _LAST_TAG = (1 << 31) - 1
 class Helpers:
     """Threads for jobs that block: one a job, kept for the next job, as many as are ever busy at once.
 
-    They are daemons: one that gloo does not let go of keeps no process alive.
+    They are daemons, so that idle ones keep no process alive; but one that is inside of gloo when the interpreter ends
+    would abort the process, so whoever makes them calls `join` before.
     """
 
     def __init__(self, name: str, ended: Callable[[], None]) -> None:
@@ -65,6 +68,11 @@ class Helpers:
             none_left = not self.threads
         if none_left:
             self._ended()
+
+    def join(self, timeout_s: float) -> None:
+        """After `stop`: wait for all of them, at most so long for each."""
+        for thread in list(self.threads):
+            thread.join(timeout_s)
 
     def _work(self, jobs: SimpleQueue[Callable[[], None] | None]) -> None:
         while (job := jobs.get()) is not None:
@@ -130,9 +138,17 @@ class _Board(Store):
 class Pair:
     """Two processes. `connect`, `send`, `receive` and `break_up` block: they are for helper threads."""
 
-    def __init__(self, place: int, tell: Callable[[str, bytes], None]) -> None:
-        """Args: place: 0 on one side, 1 on the other. tell: hands a key and a value to the other side's `put`."""
+    def __init__(self, place: int, patience_s: float, tell: Callable[[str, bytes], None]) -> None:
+        """Make one side.
+
+        Args:
+            place: 0 on one side, 1 on the other.
+            patience_s: A transfer that takes longer, and longer than its size excuses, breaks the pair. Not shorter
+                than what it takes elsewhere to give up a silent peer.
+            tell: Hands a key and a value to the other side's `put`.
+        """
         self._place = place
+        self._patience_s = patience_s
         self._board: _Board | None = _Board(tell)
         self._group: Any = None
         self._lock = threading.Lock()
@@ -143,7 +159,7 @@ class Pair:
         if (board := self._board) is not None:
             board.put(key, value)
 
-    def connect(self, device: object, timeout_s: float) -> None:
+    def connect(self, device: object) -> None:
         """Set up the group.
 
         Raises:
@@ -156,7 +172,7 @@ class Pair:
         options = gloo._Options()
         options._devices = [device]
         options._threads = 1  # for collective operations, of which there are none
-        options._timeout = timedelta(seconds=timeout_s)
+        options._timeout = _CONNECT
         group = gloo(board, self._place, 2, options)
         with self._lock:
             if not self._over:
@@ -168,7 +184,7 @@ class Pair:
         Raises:
             RuntimeError: The pair is broken.
         """
-        self._standing().send([tensor], 1 - self._place, tag).wait(_NEVER)
+        self._standing().send([tensor], 1 - self._place, tag).wait(self._limit(tensor))
 
     def receive(self, tensor: torch.Tensor, tag: int) -> None:
         """Returns once the tensor is filled with what was sent under this tag.
@@ -176,7 +192,10 @@ class Pair:
         Raises:
             RuntimeError: The pair is broken.
         """
-        self._standing().recv([tensor], 1 - self._place, tag).wait(_NEVER)
+        self._standing().recv([tensor], 1 - self._place, tag).wait(self._limit(tensor))
+
+    def _limit(self, tensor: torch.Tensor) -> timedelta:
+        return timedelta(seconds=self._patience_s + tensor.nbytes / _SLOWEST_BYTES_PER_S)
 
     def _standing(self) -> Any:
         group = self._group
@@ -192,7 +211,7 @@ class Pair:
             board.close()
 
     def break_up(self) -> None:
-        """Make all operations fail, here and on the other side, and let the group go."""
+        """Make operations fail, here and on the other side, and let the group go."""
         with self._lock:
             self._over = True
             group, self._group = self._group, None

@@ -296,13 +296,19 @@ class _Guest:
 
 
 class TcpEndpoint(SocketEndpoint):
-    """A listening socket and a connection each way with every peer."""
+    """A listening socket and a connection each way with every peer.
+
+    Attributes:
+        token: Part of every challenge of this listener.
+        silence_s: A peer that is silent for so long is lost.
+    """
 
     scheme = "tcp"
 
     def __init__(self, spec: EndpointSpec, capabilities: Capabilities, heartbeat_s: float) -> None:
         super().__init__(spec, capabilities)
         self.token = b""
+        self.silence_s = heartbeat_s * _BEATS_MISSED
         self._heartbeat_s = heartbeat_s
         self._listener: socket.socket | None = None
         self._strangers: dict[_Guest, None] = {}
@@ -355,7 +361,7 @@ class TcpEndpoint(SocketEndpoint):
     def _beat(self) -> None:
         for channel in list(self.channels.values()):
             assert isinstance(channel, TcpChannel)
-            channel.beat(self._heartbeat_s * _BEATS_MISSED)
+            channel.beat(self.silence_s)
         clock = self.spec.clock
         self._timer = clock.call_at(clock.now() + self._heartbeat_s, self._beat)
 

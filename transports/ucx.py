@@ -11,7 +11,6 @@ variables (`UCX_TLS`, `UCX_NET_DEVICES` and so on), which stand over what is cho
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from pipelined.errors import HandshakeError, MissingDependencyError
@@ -47,27 +46,21 @@ class UcxTransport(TcpTransport):
     def __init__(self, **options: str) -> None:
         super().__init__(**options)
         try:
-            found = importlib.util.find_spec("ucxx") is not None
-        except ImportError:
-            found = False
-        if not found:
-            raise MissingDependencyError("transport ucx://", _INSTALL)
+            from .ucx_worker import UcxWorker
+        except ImportError as error:
+            raise MissingDependencyError(f"transport ucx:// (loading ucxx: {error})", _INSTALL) from error
+        self._worker = UcxWorker
 
     async def open(self, spec: EndpointSpec) -> UcxEndpoint:
         """See `Transport`.
 
         Raises:
             ConfigError: The address can't be listened on, or lacks a secret.
-            MissingDependencyError: `ucxx` is there, but can't be loaded.
         """
-        try:
-            from .ucx_worker import UcxWorker
-        except ImportError as error:
-            raise MissingDependencyError(f"transport ucx:// (ucxx can't be loaded: {error})", _INSTALL) from error
         host, private = await greeting.listening_host(self.scheme, self._address, spec.secret)
         spec = dataclasses.replace(spec, window=self._window or spec.window)
         endpoint = UcxEndpoint(spec, self.capabilities, self._heartbeat_ms / 1000)
-        endpoint.worker = UcxWorker(endpoint.loop, across_hosts=not private)
+        endpoint.worker = self._worker(endpoint.loop, across_hosts=not private)
         endpoint.listen(host)
         return await endpoint.connect_first()
 
@@ -119,7 +112,7 @@ class _UcxChannel(BesideChannel):
             landed()
 
     def _close_side(self) -> None:
-        pass  # ends and requests go with the worker: until then it may use their memory
+        self._end = None  # the worker keeps it, and the requests, as long as it may use their memory
 
 
 class UcxEndpoint(BesideEndpoint):
