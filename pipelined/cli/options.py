@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from typing import Any
 
+from pipelined.chunking import POLICIES
 from pipelined.errors import ConfigError
 from pipelined.llm.config import EngineConfig
 
 __all__ = ["add_engine_options", "add_trace_option", "engine_config", "int_list"]
+
+SMOOTHING = "SGLANG_DYNAMIC_CHUNKING_SMOOTH_FACTOR"
+PARTITION = "SGLANG_PP_LAYER_PARTITION"
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
 
@@ -43,7 +48,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="stages, a rank each",
     )
     option(
-        "--layer-partition", type=int_list, metavar="N,N", help="layers of each stage; default even, larger parts later"
+        "--layer-partition",
+        type=int_list,
+        metavar="N,N",
+        help="layers of each stage; default even, larger parts later (or $SGLANG_PP_LAYER_PARTITION)",
     )
     option(
         "--chunked-prefill-size",
@@ -51,8 +59,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         dest="chunked_prefill_size",
         type=int,
         metavar="N",
-        help="most tokens of a micro-batch",
+        help="prompt tokens of a chunk; with dynamic chunking, of the first",
     )
+    _add_chunking(group)
     option("--page-size", "--block-size", dest="page_size", type=int, metavar="N", help="tokens of a KV page")
     option(
         "--max-running-requests",
@@ -104,6 +113,55 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_chunking(group: argparse._ArgumentGroup) -> None:
+    """How prompts are cut. Without defaults, so that what was not given can come from the environment."""
+    absent: Any = argparse.SUPPRESS
+    group.add_argument(
+        "--chunking",
+        metavar="POLICY",
+        default=absent,
+        help=f"{', '.join(POLICIES)}: chunks of equal length, shrinking, of equal time "
+        f"(default: {_DEFAULTS['chunking']})",
+    )
+    group.add_argument(
+        "--enable-dynamic-chunking", action="store_true", default=absent, help="the same as --chunking dynamic"
+    )
+    group.add_argument(
+        "--smoothing-factor",
+        type=float,
+        metavar="S",
+        default=absent,
+        help="of dynamic chunks: 0 is fixed, 1 follows the run times strictly "
+        f"(default: ${SMOOTHING}, or {_DEFAULTS['smoothing_factor']})",
+    )
+    group.add_argument(
+        "--max-micro-batch-tokens",
+        type=int,
+        metavar="N",
+        default=absent,
+        help="most tokens of a balanced micro-batch (default: 8192, or four chunks)",
+    )
+    group.add_argument(
+        "--target-itl-ms",
+        dest="target_itl_s",
+        type=_milliseconds,
+        metavar="MS",
+        default=absent,
+        help="inter-token latency that balanced chunks keep to while others decode (default: no bound)",
+    )
+
+
+def _milliseconds(text: str) -> float:
+    """In seconds, for argparse."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; expected milliseconds, more than 0")
+    return found / 1e3
+
+
 def add_trace_option(parser: argparse.ArgumentParser) -> None:
     """`--trace` and `--timeline`."""
     group = parser.add_argument_group("trace")
@@ -112,16 +170,45 @@ def add_trace_option(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_config(arguments: argparse.Namespace, **changes: Any) -> EngineConfig:
-    """The engine's settings from parsed options; `changes` win.
+    """The engine's settings from parsed options; `changes` win. Options not given may come from the environment.
 
     Raises:
         ConfigError: A value is out of range.
     """
     given = {name: getattr(arguments, name) for name in _DEFAULTS if hasattr(arguments, name)}
+    if getattr(arguments, "enable_dynamic_chunking", False):
+        if given.get("chunking", "dynamic") != "dynamic":
+            raise ConfigError(f"--enable-dynamic-chunking contradicts --chunking {given['chunking']}; leave one out")
+        given["chunking"] = "dynamic"
     given |= changes
+    _add_environment(given)
     if given.get("chunked_prefill_size", 1) < 1:
         raise ConfigError(
             f"chunked_prefill_size={given['chunked_prefill_size']} is out of range; "
             f"expected a multiple of page_size={given['page_size']}"
         )
     return EngineConfig(**given)
+
+
+def _add_environment(given: dict[str, Any]) -> None:
+    """The variables of another server whose command lines are accepted too. What was given wins."""
+    text = os.environ.get(SMOOTHING, "").strip()
+    if text and "smoothing_factor" not in given:
+        try:
+            given["smoothing_factor"] = float(text)
+        except ValueError:
+            raise ConfigError(f"{SMOOTHING}={text!r} is no number; expected 0 (fixed) to 1 (strict)") from None
+        if not 0 <= given["smoothing_factor"] <= 1:
+            raise ConfigError(f"{SMOOTHING}={text} is out of range; expected 0 (fixed) to 1 (strict)")
+    text = os.environ.get(PARTITION, "").strip()
+    if text and given.get("layer_partition") is None:
+        try:
+            given["layer_partition"] = int_list(text)
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError(f"{PARTITION}: {error}") from None
+        parts, stages = len(given["layer_partition"]), given.get("pp_size", 1)
+        if parts != stages:
+            raise ConfigError(
+                f"{PARTITION}={text} has {parts} parts for {stages} stages; expected one a stage: "
+                "change it, unset it, or give --layer-partition"
+            )

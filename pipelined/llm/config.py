@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
-from pipelined.errors import ConfigError
+from pipelined.chunking import POLICIES
+from pipelined.errors import ConfigError, nearest
 
 __all__ = ["EngineConfig"]
 
@@ -24,7 +26,12 @@ class EngineConfig:
         trust_remote_code: Run code that comes with the model.
         page_size: Tokens of a KV page.
         kv_cache_tokens: Capacity of the KV cache; None: what fits.
-        chunked_prefill_size: Most tokens of a micro-batch, a multiple of `page_size`.
+        chunking: How prompts are cut: "fixed", "dynamic" or "balanced".
+        chunked_prefill_size: Prompt tokens of a fixed chunk, or of the first dynamic one; a multiple of `page_size`.
+        smoothing_factor: Of dynamic chunks: 0 is fixed, 1 follows the run times strictly.
+        max_micro_batch_tokens: Most tokens of a balanced micro-batch (activations take memory); None: see `most_tokens`
+        target_itl_s: Inter-token latency that balanced micro-batches keep to while decodes run; None: no bound.
+        stage_costs: Of every stage, known before (`pipelined.costs.encode_costs`); "": learnt while serving.
         max_running_requests: Most sequences that hold pages at a time.
         disable_radix_cache: Compute every prefix anew.
         workers: "process" (a process a rank) or "task" (all in this process and loop).
@@ -45,7 +52,12 @@ class EngineConfig:
     trust_remote_code: bool = False
     page_size: int = 64
     kv_cache_tokens: int | None = None
+    chunking: str = "fixed"
     chunked_prefill_size: int = 512
+    smoothing_factor: float = 0.75
+    max_micro_batch_tokens: int | None = None
+    target_itl_s: float | None = None
+    stage_costs: str = ""
     max_running_requests: int = 64
     disable_radix_cache: bool = False
     workers: str = "process"
@@ -71,6 +83,28 @@ class EngineConfig:
             raise ConfigError(f"kv_cache_tokens={self.kv_cache_tokens} is less than a page of {self.page_size} tokens")
         if self.workers not in ("process", "task"):
             raise ConfigError(f"workers={self.workers!r}: expected 'process' or 'task'")
+        self._check_chunking()
+
+    def _check_chunking(self) -> None:
+        if self.chunking not in POLICIES:
+            raise ConfigError(f"unknown chunking {self.chunking!r}{nearest(self.chunking, POLICIES)}")
+        if not 0 <= self.smoothing_factor <= 1:
+            raise ConfigError(
+                f"smoothing_factor={self.smoothing_factor} is out of range; expected 0 (fixed) to 1 (strict)"
+            )
+        for name in ("max_micro_batch_tokens", "target_itl_s"):
+            if getattr(self, name) is not None and self.chunking != "balanced":
+                raise ConfigError(f"{name} is of chunking='balanced' alone, not {self.chunking!r}; leave it out")
+        if self.target_itl_s is not None and not 0 < self.target_itl_s < math.inf:
+            raise ConfigError(f"target_itl_s={self.target_itl_s} is out of range; expected more than 0, finite")
+        most = self.max_micro_batch_tokens
+        if most is not None and most < self.page_size:
+            raise ConfigError(f"max_micro_batch_tokens={most} is less than a page of {self.page_size} tokens")
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a balanced micro-batch: as given, or 8192, or four chunks where that is more."""
+        return self.max_micro_batch_tokens or max(8192, 4 * self.chunked_prefill_size)
 
     @property
     def threads(self) -> int:

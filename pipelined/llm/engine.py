@@ -22,7 +22,7 @@ from pipelined.messages import Cancel, Outputs, SamplingParams
 from pipelined.pipeline import Driver, ProcessWorld, TaskWorld, World
 from pipelined.rank import LinkPlan, RankConfig
 from pipelined.rank.description import FAMILIES, ModelPart, PlannerRef, RankDescription
-from pipelined.scheduler import SchedulerConfig
+from pipelined.scheduler import Scheduler, SchedulerConfig
 from pipelined.stage import DEVICES, LoadOptions, ModelInfo
 from pipelined.trace import Span
 
@@ -93,10 +93,16 @@ class AsyncLLM:
             vocab_size=self.info.vocab_size,
             pp_size=self.config.pp_size,
             page_size=self.config.page_size,
+            chunk_policy=self.config.chunking,
             chunked_prefill_size=self.config.chunked_prefill_size,
+            smoothing_factor=self.config.smoothing_factor,
+            max_micro_batch_tokens=self.config.most_tokens,
+            target_itl_s=self.config.target_itl_s,
+            stage_costs=self.config.stage_costs,
             max_running_requests=self.config.max_running_requests,
             radix_cache=not self.config.disable_radix_cache,
         )
+        Scheduler(self.scheduling)  # what rank 0 would refuse is refused now
         self._world = world
         self._processes = world.processes if world is not None else self.config.workers == "process"
         transport = self.config.transport or ("shm://" if self._processes else "memory://")
