@@ -68,7 +68,7 @@ def numbers(count: int) -> Iterator[dict[str, Any]]:
 
 
 @given(payloads=st.lists(_payloads, min_size=1, max_size=8))
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_payload_comes_through(payloads: list[dict[str, Any]], device_kind: str, opened: Any) -> None:
     async def main() -> None:
         async with opened([Pass(), Add(2), Pass(), Add(-2)], device=device_kind) as pipe:

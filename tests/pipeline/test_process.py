@@ -145,7 +145,8 @@ async def test_a_stopped_rank_is_lost_after_the_bound(rank: int) -> None:
         assert caught.value.rank == rank
 
 
-@pytest.mark.parametrize("ours", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ours", [False, True])
 async def test_a_rank_that_cannot_be_set_up(ours: bool) -> None:
     started_s = time.monotonic()
     with pytest.raises(PipelinedError) as caught:

@@ -22,7 +22,7 @@ from pipelined.stage.emulated import EmulatedDevice
 async def test_a_wait_has_a_floor_and_grows_with_what_was_seen() -> None:
     deadlines = Deadlines(MonotonicClock(), 0.05, window=2)
     started_s = time.monotonic()
-    with pytest.raises(DeadlineError, match="the thing did not come within 0.05 s"):
+    with pytest.raises(DeadlineError, match=r"the thing did not come within 0\.05 s"):
         await deadlines.wait(asyncio.sleep(10), "the thing")
     assert time.monotonic() - started_s < 1
     deadlines.saw(0.5)
@@ -51,7 +51,7 @@ def world_with_a_stuck(rank: int) -> TaskWorld:
 @pytest.mark.parametrize("rank", [0, 1, 2])
 async def test_a_device_that_is_stuck_is_reported(rank: int) -> None:
     started_s = time.monotonic()
-    with pytest.raises(DeadlineError, match="did not come within 0.3 s"):
+    with pytest.raises(DeadlineError, match=r"did not come within 0\.3 s"):
         async with Pipeline([Add(), Add(), Add()], world=world_with_a_stuck(rank), step_timeout_s=0.3) as pipe:
             await pipe.submit({"n": 1})
     assert time.monotonic() - started_s < 5
