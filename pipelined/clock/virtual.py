@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
     from contextvars import Context
 
-__all__ = ["VirtualTimeLoop", "run", "virtual_loop"]
+__all__ = ["VirtualTimeLoop", "place", "run", "virtual_loop"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -150,7 +150,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     def _waiting(self) -> str:
         tasks = [task for task in asyncio.all_tasks(self) if isinstance(task, _NumberedTask)]
-        return "\n".join(f"  {task.get_name()}: {_place(task)}" for task in sorted(tasks, key=lambda t: t.number))
+        return "\n".join(f"  {task.get_name()}: {place(task)}" for task in sorted(tasks, key=lambda t: t.number))
 
     # ---- tasks and generators, in one order ----
 
@@ -245,14 +245,14 @@ def _collected_at_fixed_turns() -> Iterator[None]:
         gc.enable()
 
 
-def _place(task: asyncio.Task[Any]) -> str:
+def place(task: asyncio.Task[Any]) -> str:
     """Where a task waits: the innermost coroutine that has a frame."""
     inner: Any = task.get_coro()
-    place = "not begun"
+    where = "not begun"
     while inner is not None:
         frame = getattr(inner, "cr_frame", None) or getattr(inner, "gi_frame", None) or getattr(inner, "ag_frame", None)
         if frame is not None:
             code = frame.f_code
-            place = f"{code.co_qualname} ({code.co_filename.rpartition('/')[2]}:{frame.f_lineno})"
+            where = f"{code.co_qualname} ({code.co_filename.rpartition('/')[2]}:{frame.f_lineno})"
         inner = getattr(inner, "cr_await", None) or getattr(inner, "gi_yieldfrom", None)
-    return place
+    return where

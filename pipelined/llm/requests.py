@@ -78,10 +78,10 @@ class LiveRequest:
         mine, stream = output.outputs[choice], self._streams[choice]
         if mine.finished:
             return False
-        if news.prompt_logprobs:
-            so_far = output.prompt_logprobs or [None]
-            output.prompt_logprobs = so_far + prompt_logprobs_of(news.prompt_logprobs, self._tokenizer.token_text)[1:]
         tokens = unpack_tokens(news.tokens)
+        if tokens and self.params.prompt_logprobs is not None and output.prompt_logprobs is None:
+            # They come whole with the first token of each continuation, equal in all of them.
+            output.prompt_logprobs = prompt_logprobs_of(news.prompt_logprobs, self._tokenizer.token_text)
         if tokens and metrics.ttft_s is None:
             metrics.ttft_s = now_s - self._submitted_s
         if choice == 0:

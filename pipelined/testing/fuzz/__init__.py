@@ -1,0 +1,7 @@
+"""Random workloads on random pipelines under random faults, in virtual time, on the real runtime, by seed."""
+
+from pipelined.testing.fuzz.case import FAULTS, Case, draw
+from pipelined.testing.fuzz.journal import Journal
+from pipelined.testing.fuzz.play import play
+
+__all__ = ["FAULTS", "Case", "Journal", "draw", "play"]
