@@ -84,12 +84,11 @@ class FaultyTransport(WrappedTransport):
 
     - `seed`: of everything random.
     - `drop`, `duplicate`, `corrupt`, `delay`, `stall`: the probability of each for a frame, 0 to 1.
-      A duplicate takes a place in the window until the peer has dropped it; where none is free there is none.
     - `delay_ms`: how long a delayed frame takes at most (20; giving it alone means `delay=1`); those behind it wait.
     - `stall_ms`: how long a stalled lane stops (for ever).
     - `kill_after`: the endpoint aborts instead of sending that frame, counted from 0 over all its lanes.
     - `lanes=HIDDEN,RESULTS`, `ranks=0,2,driver`: only there; `ranks` are those that send.
-    - `detect`: see the module.
+    - `detect`: see the module. `window`: as in the spec.
 
     `events` lists what was done, up to 10,000 entries; `fault_events` gives those of all endpoints of one process.
     """
@@ -97,8 +96,9 @@ class FaultyTransport(WrappedTransport):
     name = "faulty"
     options = (
         *("seed", "drop", "duplicate", "corrupt", "delay", "delay_ms", "stall", "stall_ms"),
-        *("kill_after", "lanes", "ranks", "detect"),
+        *("kill_after", "lanes", "ranks", "detect", "window"),
     )
+    adds_frames = True
 
     def __init__(self, inner: Transport, options: dict[str, str]) -> None:
         super().__init__(inner, options)
@@ -185,6 +185,7 @@ class _Faults:
 class _FaultyTap(HoldingTap):
     def __init__(self, endpoint: BaseEndpoint, lane: LaneEnd, faults: _Faults) -> None:
         super().__init__(endpoint, lane)
+        lane.narrow(lane.window // 2)
         self._faults = faults
         plan, here = faults.plan, endpoint.me.rank
         self._active = lane.lane in plan.lanes and (plan.ranks is None or here in plan.ranks)
@@ -230,12 +231,11 @@ class _FaultyTap(HoldingTap):
             until_s += plan.stall_s
             self._log("stall", number, f"{plan.stall_s:g} s")
         self._until_s = until_s = max(until_s, self._until_s)
-        twice = duplicate < plan.duplicate and self.lane.credits() > 0
+        twice = duplicate < plan.duplicate and self.lane.put_on_top()
         copy = replace(item, body=_clone(item.body), sent=nothing) if twice else None
         self.hold(item, until_s)
         if copy is not None:
             self._log("duplicate", number)
-            self.lane.grant(-1)  # it takes a place in the peer's memory
             self.hold(copy, until_s)
 
     def _corrupted(self, item: Outgoing, number: int, where: float) -> Outgoing:

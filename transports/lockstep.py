@@ -35,9 +35,11 @@ _REQUEST_NAME = "\0receiving"
 
 
 class LockstepTransport(WrappedTransport):
-    """See the module. No options."""
+    """See the module. Option `window`: as in the spec."""
 
     name = "lockstep"
+    options = ("window",)
+    adds_frames = True
 
     def __init__(self, inner: Transport, options: dict[str, str]) -> None:
         super().__init__(inner, options)
@@ -53,6 +55,7 @@ class _LockstepTap(HoldingTap):
 
     def __init__(self, endpoint: BaseEndpoint, lane: LaneEnd) -> None:
         super().__init__(endpoint, lane)
+        lane.narrow(lane.window // 2)
         self._unmatched: deque[Outgoing] = deque()
         self._asked_for = 0  # frames that the peer waits for and that have not left
         self._asking = 0  # frames that were asked for and have not come
@@ -80,9 +83,8 @@ class _LockstepTap(HoldingTap):
 
     def receiving(self) -> None:
         """See `Tap`."""
-        while self._asking < self.lane.wanted():
+        while self._asking < self.lane.wanted() and self.lane.put_on_top():
             self._asking += 1
-            self.lane.grant(-1)  # what asks takes a place in the peer's memory too, until it has come
             if self.is_tensors:
                 header = TensorHeader(self.lane.epoch, -1, name=_REQUEST_NAME, shape=(0,))
                 self.hold(Outgoing(torch.empty(0, dtype=torch.uint8), header), self.clock.now())

@@ -337,7 +337,7 @@ class ShmTensors(TensorLane):
         memory = self._maps.get(segment)
         if memory is None or offset + size_bytes > len(memory) or slot in self._held:
             raise ProtocolError(f"a tensor in slot {slot}, segment {segment}, which is not there for it")
-        if self._over is not None:
+        if self._over is not None and not self._taps:  # taps of a closing lane may still have use for it
             return
         buffer = memory[offset : offset + max(1, size_bytes)]
         watch = _ViewWatch(buffer, _view_died)

@@ -200,7 +200,7 @@ class _Credited(LaneEnd):
     def returned(self, latency_s: float) -> None:
         """A frame was consumed or released there: the credit is on its way."""
         self._returning.append(self.clock.now() + latency_s)
-        if self._writer is not None:
+        if self._writer is not None or self._on_top:
             self._watch()
 
     def credits(self) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pipelined.errors import ConfigError
 from pipelined.transport.endpoint import BaseEndpoint
-from pipelined.transport.options import known_options
+from pipelined.transport.options import integer_option, known_options
 
 if TYPE_CHECKING:
     from pipelined.transport import Endpoint, EndpointSpec, Transport
@@ -26,6 +26,8 @@ class WrappedTransport:
     wraps: ClassVar = True
     options: ClassVar[tuple[str, ...]] = ()
     name: ClassVar[str] = ""
+    adds_frames: ClassVar = False
+    """Whether taps send frames of their own: the wire gets twice the window then, and each tap narrows its lane."""
 
     def __init__(self, inner: Transport, options: dict[str, str]) -> None:
         """Args: options: those that `options` names, as in the URI.
@@ -37,6 +39,7 @@ class WrappedTransport:
         self.inner = inner
         self.scheme = f"{self.name}+{inner.scheme}"
         self.capabilities = inner.capabilities
+        self.window = integer_option(self.scheme, options, "window", at_least=1) if self.adds_frames else None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.scheme}>"
@@ -47,6 +50,8 @@ class WrappedTransport:
         Raises:
             ConfigError: The inner transport's endpoints have no place for taps.
         """
+        if self.adds_frames:
+            spec = replace(spec, window=2 * (self.window or spec.window))
         endpoint = await self.inner.open(self.tapped(spec))
         if BaseEndpoint not in type(endpoint).__mro__:
             endpoint.abort()

@@ -41,6 +41,7 @@ class LaneEnd:
         self._writer: asyncio.Future[None] | None = None
         self._flusher: asyncio.Future[None] | None = None
         self._taps: tuple[Tap, ...] = ()
+        self._on_top = 0  # frames under way that the owner knows nothing of
 
     def __repr__(self) -> str:
         state = type(self._over).__name__ if self._over else "open"
@@ -52,8 +53,23 @@ class LaneEnd:
 
     def grant(self, count: int = 1) -> None:
         """For transports: the peer has consumed or released that many."""
-        self._credits = min(self.window, self._credits + count)
+        own = min(count, self._on_top)
+        self._on_top -= own
+        self._credits = min(self.window, self._credits + count - own)
         self.wake_writer()
+        if own:  # there is room again for what taps send
+            for tap in self._taps:
+                tap.receiving()
+
+    def narrow(self, window: int) -> None:
+        """For taps, before the first frame: the owner gets that much of the window; the rest is for `put_on_top`."""
+        self.window = self._credits = window
+
+    def put_on_top(self) -> bool:
+        """For taps: count a frame of their own, if there is room for it. Its credit, once back, is not the owner's."""
+        room = self._on_top < self.window
+        self._on_top += room
+        return room
 
     @property
     def alive(self) -> bool:

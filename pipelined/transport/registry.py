@@ -2,7 +2,7 @@
 
 Plug-ins register under the entry-point group `pipelined.transports`: a class called with the URI's options as keyword
 arguments, or, for a wrapper (its `wraps` is true), with the inner transport and a dict. A wrapper declares the names of
-its own options in `options`; of a URI's options each wrapper gets those that it declares, and the transport the rest.
+its own options in `options`; each option of a URI goes to the outermost wrapper that declares it, or to the transport.
 """
 
 from __future__ import annotations
@@ -69,9 +69,10 @@ def resolve(uri: str) -> Transport:
             f"transport {uri!r}: {schemes[-1]!r} is a wrapper; put it before one, as in '{schemes[-1]}+shm://'"
         )
     known = {name: scheme for scheme, wrapper in zip(schemes, wrappers, strict=False) for name in wrapper.options}
-    transport = _made(innermost, {name: value for name, value in options.items() if name not in known}, known)
-    for wrapper in reversed(wrappers):
-        transport = wrapper(transport, {name: options[name] for name in wrapper.options if name in options})
+    own = [{name: options.pop(name) for name in wrapper.options if name in options} for wrapper in wrappers]
+    transport = _made(innermost, options, known)
+    for wrapper, given in zip(reversed(wrappers), reversed(own), strict=True):
+        transport = wrapper(transport, given)
     return transport
 
 

@@ -16,9 +16,11 @@ URIS = {
     "faulty": "faulty+memory://?seed=2&delay=0.2&delay_ms=1",
     "lockstep": "lockstep+memory://",
     "record": "record+memory://?path=",
-    "several": "lockstep+delay+faulty+sim://?latency_us=20&delay_ms=1&delay=0.1",
+    "several": "lockstep+delay+faulty+sim://?latency_us=20&duplicate=0.1",
     "over_shm": "delay+shm://?latency_us=100",
-    "faulty_over_tcp": "faulty+tcp://?delay=0.1&delay_ms=2",
+    "lockstep_over_shm": "lockstep+shm://",
+    "faulty_over_shm": "faulty+shm://?duplicate=0.3",
+    "faulty_over_tcp": "faulty+tcp://?duplicate=0.1",
 }
 SKIPPED = {"the_loop_is_not_held": ("record",)}  # it copies large tensors in one go
 ALONE = [check for check in CHECKS if "processes" not in check.needs and check.rule != "R15"]
