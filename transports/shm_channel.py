@@ -30,6 +30,7 @@ _WRITE_BYTES = 256 << 10
 _JOIN_BYTES = 32 << 10
 _MOST_FDS = 16
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_MOST_FDS * 4)
+_READS_A_TURN = 16
 
 
 class Channel:
@@ -238,6 +239,15 @@ class Channel:
         return self._fds.popleft()
 
     def _readable(self) -> None:
+        # Until there is nothing more: when a peer dies with data unread, uvloop says so once and never again, and a
+        # read stops short wherever descriptors came along.
+        for _ in range(_READS_A_TURN):
+            if self._closed or not self._read():
+                return
+        self._loop.call_soon(self._readable)
+
+    def _read(self) -> bool:
+        """One read; whether there may be more."""
         if self._long is None:
             target = self._in_view[self._have :] if self._have else self._in_view
         else:
@@ -245,15 +255,15 @@ class Channel:
         try:
             count, ancillary, _, _ = self._sock.recvmsg_into([target], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
         except (BlockingIOError, InterruptedError):
-            return
+            return False
         except OSError as error:
             self._over(str(error))
-            return
+            return False
         if ancillary:
             self._keep_fds(ancillary)
         if count == 0:
             self._over("end of file on its socket")
-            return
+            return False
         try:
             if self._long is None:
                 self._have += count
@@ -263,6 +273,7 @@ class Channel:
                 self._parse_long()
         except ProtocolError as error:
             self._over(f"it broke the protocol: {error}")
+        return True
 
     def _parse(self) -> None:
         at, have, view = 0, self._have, self._in_view
