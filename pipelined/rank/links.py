@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pipelined.errors import ConfigError
 from pipelined.messages import DRIVER, Peer
 from pipelined.transport import EndpointSpec, Lane, resolve
+from pipelined.transport.registry import split_uri
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -57,7 +58,9 @@ class LinkPlan:
             )
         own = tensors if capabilities.messages else "zmq://"
         messages = messages or own
-        return cls(tensors=tensors, messages=messages, health="zmq://" if processes else messages)
+        # Two endpoints of one scheme would publish under one name: what speaks ZMQ already carries HEALTH as well.
+        zmq = next((uri for uri in (messages, tensors) if split_uri(uri)[0][-1] == "zmq"), "zmq://")
+        return cls(tensors=tensors, messages=messages, health=zmq if processes else messages)
 
 
 @dataclass(frozen=True)
