@@ -77,7 +77,10 @@ class LoopClock:
 
     def call_at(self, when_s: float, callback: Callable[..., object], *args: object) -> asyncio.TimerHandle:
         """Call back once `now()` has reached `when_s`."""
-        return asyncio.get_running_loop().call_at(when_s - self.skew_s, callback, *args)
+        at_s = when_s - self.skew_s
+        while (early_s := when_s - (at_s + self.skew_s)) > 0:  # rounded: `now()` would not have reached `when_s`
+            at_s += max(early_s, math.ulp(at_s))
+        return asyncio.get_running_loop().call_at(at_s, callback, *args)
 
     def timeout(self, delay_s: float | None) -> asyncio.Timeout:
         """`asyncio.timeout` on the loop's time."""

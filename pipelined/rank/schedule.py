@@ -57,6 +57,7 @@ class Applier:
 
         Raises:
             ProtocolError: It is not the next step of this epoch.
+            StageError: The stage could not prepare a step without rows.
         """
         core = self._core
         if (step.epoch, step.number) != (core.epoch, self._next):
@@ -76,6 +77,8 @@ class Applier:
             if self._inputs is not None:
                 self._inputs.expect(flight)
             await self._prepared.put(flight)
+        elif error is not None:  # nothing flows that could carry it, and this stage has parted from the plan
+            raise error.exception()
 
     def _prepare(self, step: Step) -> tuple[object, ErrorInfo | None]:
         try:

@@ -86,5 +86,9 @@ class EmulatedDevice(SerialDevice):
         if self._defer:
             launch.run()
 
-    async def _stop(self) -> None:
-        self._alarm.close()
+    async def aclose(self) -> None:
+        """See `Device`. Given up, it forgets what still runs: nothing may wake it afterwards."""
+        try:
+            await super().aclose()
+        finally:
+            self._alarm.close()

@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from pipelined.clock import LoopClock
+from pipelined.errors import RankLostError
 from pipelined.messages import Peer
 from pipelined.pipeline import TaskWorld
 from pipelined.rank.core import RankContext
@@ -57,6 +58,15 @@ class FuzzWorld(TaskWorld):
         self.on_applied: list[Callable[[int], None]] = []
         self._seen = [{"prefill": 0, "decode": 0} for _ in case.kills]
         self._hung: set[int] = set()
+        self._killed: set[int] = set()
+
+    def on_end(self, callback: Callable[[int, BaseException | None], None]) -> None:
+        """See `World`. What a killed rank still says of itself, nobody hears."""
+
+        def ended(rank: int, error: BaseException | None) -> None:
+            callback(rank, RankLostError("was killed", rank=rank) if rank in self._killed else error)
+
+        super().on_end(ended)
 
     async def start(
         self, descriptions: Sequence[RankDescription], stages: Sequence[Stage | None], planner: Planner | None
@@ -97,7 +107,7 @@ class FuzzWorld(TaskWorld):
         for callback in tuple(self.on_applied):
             callback(rank)
         for kill, seen in zip(self.case.kills, self._seen, strict=True):
-            if kill.rank == rank and kill.phase == phase:
+            if kill.rank == rank and kill.phase == phase in seen:
                 if seen[phase] == kill.count:
                     self.end_later(kill)
                 seen[phase] += 1
@@ -115,8 +125,7 @@ class FuzzWorld(TaskWorld):
     def _end(self, kill: Kill) -> None:
         if not self._tasks or self._tasks[kill.rank].done():
             return
-        if kill.how == "hang":
-            self._hung.add(kill.rank)
+        (self._hung if kill.how == "hang" else self._killed).add(kill.rank)
         self.journal.strike(kill.how, kill.rank)
         if kill.how == "abort":
             endpoint = self.board().latest(Peer("llm", kill.rank)) if self.board() else None
@@ -131,14 +140,14 @@ class FuzzWorld(TaskWorld):
         """The open endpoints, None before the first."""
         return self.rendezvous.objects.get(_SCHEME)
 
-    def held(self) -> dict[str, int]:
-        """Credits that have not come back, by lane: frames sent and not consumed, tensors received and not released."""
-        found: dict[str, int] = {}
+    def held(self) -> set[str]:
+        """Lanes with credits out: frames sent and not consumed, or tensors received and not released."""
+        found: set[str] = set()
         endpoints = [one for of_peer in self.board()._endpoints.values() for one in of_peer] if self.board() else []
         for endpoint in endpoints:
             for lane in endpoint._lanes():
                 if lane.credits() != lane.window:
-                    found[f"{lane.me}>{lane.peer} {lane.lane.name} {lane.kind}"] = lane.window - lane.credits()
+                    found.add(f"{lane.me}>{lane.peer} {lane.lane.name} {lane.kind}")
         return found
 
 
