@@ -105,12 +105,16 @@ class Rank:
         Raises:
             DeadlineError: The stage still computes after `timeout_s`: it is not waited for.
         """
+        ends_s = self.clock.now() + timeout_s
         try:
-            async with self.clock.timeout(timeout_s):
-                if self._is_set_up:
-                    self._is_set_up = False
-                    await self._on_device(self.stage.teardown)
-                await self.device.aclose()
+            try:
+                async with self.clock.timeout(timeout_s):
+                    if self._is_set_up:
+                        self._is_set_up = False
+                        await self._on_device(self.stage.teardown)
+            finally:  # a device that hangs is told as well, so that it can drop whatever would wake it
+                async with self.clock.timeout(max(0.0, ends_s - self.clock.now())):
+                    await self.device.aclose()
         except TimeoutError as error:
             raise DeadlineError(f"{self!r} still computes, {timeout_s:g} s after it was told to end") from error
 
