@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import random
 import socket
@@ -45,12 +46,20 @@ def listening(pids: Iterable[int]) -> set[Address]:
         fields = line.split()
         if len(fields) == 8 and int(fields[3], 16) & _ACCEPTS and fields[6] in inodes:
             found.add(fields[7])
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        if fields[3] == "0A" and fields[9] in inodes:
-            host, port = fields[1].split(":")
-            found.add((socket.inet_ntoa(struct.pack("<I", int(host, 16))), int(port, 16)))
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                host, port = fields[1].split(":")
+                found.add((_numeric(host), int(port, 16)))
     return found
+
+
+def _numeric(host: str) -> str:
+    """An address as the kernel lists it, 32-bit words in the machine's order, as text."""
+    words = struct.pack(f"={len(host) // 8}I", *(int(host[at : at + 8], 16) for at in range(0, len(host), 8)))
+    address = ipaddress.ip_address(words)
+    return str(getattr(address, "ipv4_mapped", None) or address)
 
 
 def templates(pipeline: str, size: int) -> list[bytes]:

@@ -31,7 +31,8 @@ async def test_a_pipeline_goes_on_under_attack(transport: str) -> None:
     async with Pipeline([add_one] * 3, workers="process", transport=transport, step_timeout_s=60.0) as pipe:
         children = psutil.Process().children(recursive=True)
         addresses = await asyncio.to_thread(listening, [os.getpid(), *(child.pid for child in children)])
-        assert len(addresses) >= 4, addresses  # three ranks and the driver
+        own = 1 if transport.startswith("zmq") else 2  # health has sockets of its own beside other transports
+        assert len(addresses) >= 4 * own, addresses  # three ranks and the driver
         before = [child.memory_info().rss for child in children]
         with Attacker(addresses, templates("pipeline", 3), seed=1) as attacker:
             count = await _flow(pipe, time.monotonic() + ATTACK_S)
