@@ -508,10 +508,16 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
-    """Yes. `steps_done`: how many steps have left this rank, so that the asker sees progress."""
+    """Yes. `steps_done`: how many steps have left this rank, so that the asker sees progress.
+
+    `heard`, `told`: messages that rank 0 has had from the driver, and `Outputs` that it has sent it: what is lost on
+    the way without another behind it shows here alone.
+    """
 
     number: int
     steps_done: int
+    heard: int = 0
+    told: int = 0
 
 
 class Query(msgspec.Struct, frozen=True, tag="query"):

@@ -37,6 +37,7 @@ from pipelined.messages import (
     Stop,
     ToRank,
 )
+from pipelined.pipeline.receipts import DriverReceipts
 from pipelined.rank import open_links
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ HEARTBEAT_S = 1.0
 
 _BLAME_S = 0.1
 """Losing one rank makes its neighbours fail within moments: wait that long before deciding which was first."""
+
+_SAID_S = 2.0
+"""The world tells of a rank that ended within this time after its links broke."""
 
 _BLAME_TRIES = 14
 
@@ -101,6 +105,7 @@ class Driver:
         self._queries: dict[int, asyncio.Future[list[Any]]] = {}
         self._bodies: dict[int, list[Any]] = {}
         self._numbers = itertools.count()
+        self._receipts = DriverReceipts(self.config.step_timeout_s)
         self._heard_s: dict[int, float] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._outbox: deque[bytes] = deque()
@@ -283,6 +288,7 @@ class Driver:
             except WouldBlock:
                 pass
             else:
+                self._receipts.sent += 1
                 return
         self._outbox.append(frame)
         self._outbox_filled.set()
@@ -295,15 +301,16 @@ class Driver:
                 while self._outbox:
                     await self.links.requests.send(self._outbox[0])
                     self._outbox.popleft()
+                    self._receipts.sent += 1
                 self._outbox_filled.clear()
                 self._outbox_empty.set()
-        except TransportError:
-            return  # rank 0 has ended: the world says why
+        except TransportError as error:
+            await self._unreachable(0, error)
 
     async def failed(self) -> PipelinedError:
         """Why the pipeline cannot go on, after a link was seen to be gone; known a moment later."""
         try:
-            async with self.clock.timeout(2.0):
+            async with self.clock.timeout(_SAID_S):
                 return await asyncio.shield(self.failure)
         except TimeoutError:
             return RankLostError("the link to rank 0 is gone", rank=0)
@@ -342,14 +349,15 @@ class Driver:
             while True:
                 message = _decode_from_rank(await self.links.news.receive())
                 if isinstance(message, Outputs):
+                    self._receipts.heard += 1
                     self._on_outputs(message)
                 elif isinstance(message, Started):
                     self.capacity = message.capacity
                     self._started.set_result(None)
                 elif isinstance(message, StartFailed):
                     self.lose(message.error.exception())
-        except TransportError:
-            return  # rank 0 has ended: the world says why
+        except TransportError as error:
+            await self._unreachable(0, error)
 
     async def _read_health(self, rank: int, link: MessageLink) -> None:
         try:
@@ -362,8 +370,15 @@ class Driver:
                         self._queries.pop(message.number).set_result(self._bodies.pop(message.number))
                 elif not isinstance(message, Pong):
                     self.lose(RankLostError("sent nonsense on the HEALTH lane", rank=rank))
-        except TransportError:
-            return  # likewise
+                elif rank == 0 and (missing := self._receipts.missing(message, self.clock.now())):
+                    self.lose(missing)
+        except TransportError as error:
+            await self._unreachable(rank, error)
+
+    async def _unreachable(self, rank: int, error: TransportError) -> None:
+        """A link is gone. If the rank has ended, the world says why in a moment; if not, it is as good as ended."""
+        await self.clock.sleep(_SAID_S)
+        self.lose(RankLostError(f"cannot be reached: {error}", rank=rank, stage=self._stage_name(rank)))
 
     async def _heartbeat(self) -> None:
         heard_s, bound_s = self._heard_s, self.config.heartbeat_bound_s
@@ -382,4 +397,4 @@ class Driver:
                         return
                     await link.send(_encode(Ping(number)))
         except TransportError:
-            return  # likewise
+            return  # whoever reads from that rank has seen it too

@@ -35,6 +35,7 @@ class Counts:
         steps_done: Steps with rows that have left the rank.
         busy_s: Time the device was computing.
         sent_bytes: Tensor bytes sent on.
+        heard, told: At rank 0, messages from the driver, and `Outputs` for it.
     """
 
     steps_applied: int = 0
@@ -43,6 +44,8 @@ class Counts:
     steps_void: int = 0
     busy_s: float = 0.0
     sent_bytes: int = 0
+    heard: int = 0
+    told: int = 0
 
 
 @dataclass(frozen=True)

@@ -49,13 +49,17 @@ class Health:
             while True:
                 message = _decode(await self._link.receive())
                 if isinstance(message, Ping):
-                    await self._link.send(_encode(Pong(message.number, self._counts.steps_done)))
+                    await self._link.send(_encode(self._pong(message.number)))
                 elif isinstance(message, Query):
                     await self._answer(message)
                 else:
                     raise ProtocolError(f"rank {self._rank} got {type(message).__name__} on the HEALTH lane")
         except EndOfLane:
             return
+
+    def _pong(self, number: int) -> Pong:
+        counts = self._counts
+        return Pong(number, counts.steps_done, counts.heard, counts.told)
 
     async def _answer(self, query: Query) -> None:
         parts = self._trace_parts() if query.what == "trace" else [self._body(query.what)]

@@ -202,6 +202,7 @@ class Leader:
         if outputs:
             assert self._core.links.news is not None
             await self._core.links.news.send(_encode(Outputs(outputs)))
+            self._core.counts.told += 1
 
     async def _read_results(self, link: MessageLink) -> None:
         while not isinstance(message := _decode_from_rank(await link.receive()), Stopped):
@@ -224,7 +225,9 @@ class Leader:
     async def _read_requests(self, link: MessageLink) -> None:
         try:
             while True:
-                self._asked(_decode_to_rank(await link.receive()))
+                frame = await link.receive()
+                self._core.counts.heard += 1
+                self._asked(_decode_to_rank(frame))
         except EndOfLane:
             self._stop()
 
