@@ -22,7 +22,7 @@ _SIZES = {"64 KB": 64 << 10, "1 MB": 1 << 20, "4.7 MB": 4_718_592, "64 MB": 64 <
 _SHARE_SIZE = "4.7 MB"
 _VOLUME_BYTES = 192 << 20
 _FEWEST = 3
-_TRIPS = 200
+_BLOCKS, _WARM_UP, _TRIPS = 4, 30, 100
 _IDLE_S = 2
 _WIDTH = 110
 
@@ -82,10 +82,11 @@ async def _measure(uris: list[str], rounds: int) -> dict[str, Any]:
         samples = _Samples()
         for _ in range(rounds):
             await _bandwidth_round(pairs, rows, samples)
-            samples.trips("plain", await plain.round_trips_s(_TRIPS))
-            for uri, pair in _well(pairs, rows):
-                if pair.messages:
-                    await _guarded(rows[uri], samples.trips_of(uri, pair))
+            for _ in range(_BLOCKS):
+                samples.trips("plain", await plain.round_trips_s(_WARM_UP + _TRIPS))
+                for uri, pair in _well(pairs, rows):
+                    if pair.messages:
+                        await _guarded(rows[uri], samples.trips_of(uri, pair))
         for uri, pair in _well(pairs, rows):
             await _guarded(rows[uri], samples.idle_of(uri, pair))
     return samples.result(uris, rows)
@@ -140,8 +141,8 @@ class _Samples:
         self._rates.setdefault((name, label), []).append(bytes_per_s)
 
     def trips(self, name: str, trips_s: list[float]) -> None:
-        """Add the round trips of a round."""
-        self._trips.setdefault(name, []).append(statistics.median(trips_s))
+        """Add a block of round trips; the first ones go while the scheduler still places the processes."""
+        self._trips.setdefault(name, []).append(statistics.median(trips_s[_WARM_UP:]))
 
     async def stream_of(
         self, uri: str, label: str, pair: Pair, buffers: list[Any], count: int, *, leased: bool
@@ -152,7 +153,7 @@ class _Samples:
 
     async def trips_of(self, uri: str, pair: Pair) -> None:
         """Measure round trips."""
-        self.trips(uri, await pair.round_trips_s(_TRIPS))
+        self.trips(uri, await pair.round_trips_s(_WARM_UP + _TRIPS))
 
     async def idle_of(self, uri: str, pair: Pair) -> None:
         """Measure what waiting costs."""
