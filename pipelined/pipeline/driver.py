@@ -212,8 +212,8 @@ class Driver:
     # ---- losses ----
 
     def _rank_ended(self, rank: int, error: BaseException | None) -> None:
-        if self._stopping and error is None:
-            return
+        if self._stopping and (error is None or isinstance(error, RankLostError)):
+            return  # told to, or ended because it did not
         self._ends[rank] = error
         if len(self._ends) == 1:
             self.clock.call_at(self.clock.now() + _BLAME_S, self._blame, _BLAME_TRIES)

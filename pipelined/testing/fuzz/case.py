@@ -15,7 +15,7 @@ __all__ = ["FAULTS", "Cancellation", "Case", "Kill", "Prompted", "draw"]
 FAULTS = ("drop", "delay", "kill", "cancel", "capacity", "skew", "corrupt", "duplicate", "stage")
 """Kinds of faults. `kill` ends or hangs a rank; `stage` has stages fail on some prompts."""
 
-SHARE = 0.3
+SHARE = 0.25
 """Of the cases that have a given kind of fault."""
 
 FAIL_TOKEN, RAISE_TOKEN = 3, 4
@@ -209,7 +209,7 @@ def _pipeline(seed: int) -> Case:
 
 
 def _load(case: Case, chance: random.Random) -> Case:
-    requests = chance.randint(4, 14)
+    requests = chance.randint(5, 12)
     span_s = chance.choice((0.0, 0.05, 0.5, 2.0))
     longest = chance.choice((12, 40, 80))
     roots = [_tokens(case, chance, chance.randint(1, longest)) for _ in range(chance.randint(1, 3))]
@@ -234,7 +234,7 @@ def _request(
         prompt = shared if chance.random() < 0.3 else shared + prompt[: chance.randint(1, len(prompt))]
     if chance.random() < 0.01:
         prompt = (prompt * case.context)[: case.context + chance.randint(-2, 2)]
-    max_tokens = chance.choice((1, 2, 8, 16, 24, 32))
+    max_tokens = chance.choice((1, 2, 16, 24, 32, 40))
     stops = tuple(chance.randrange(case.vocab) for _ in range(3)) if chance.random() < 0.2 else ()
     return Prompted(
         number=number,
@@ -262,7 +262,7 @@ def _corrupt(case: Case, chance: random.Random) -> Case:
 
 
 def _lose(case: Case, chance: random.Random, what: str) -> Case:
-    option = f"{what}={chance.choice((0.0005, 0.002, 0.01))}"
+    option = f"{what}={chance.choice((0.0002, 0.0005, 0.002, 0.01))}"
     return msgspec.structs.replace(case, lossy="&".join(part for part in (case.lossy, option) if part))
 
 
@@ -311,7 +311,7 @@ def _cancel(case: Case, chance: random.Random) -> Case:
 def _capacity(case: Case, chance: random.Random) -> Case:
     """Room for about one long sequence, and ranks that have different amounts of it."""
     longest = max((len(one.prompt) for one in case.requests if len(one.prompt) < case.context), default=8)
-    least = max(case.page_size * 2, int((longest + 8) * chance.choice((0.7, 1.0, 1.3, 2.0))))
+    least = max(case.page_size * 2, int((longest + 8) * chance.choice((0.7, 1.0, 1.0, 1.3, 1.6))))
     kv = [least + chance.choice((0, 0, 7, 64, 1000)) for _ in range(case.ranks)]
     return msgspec.structs.replace(case, kv=tuple(kv))
 

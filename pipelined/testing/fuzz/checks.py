@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from pipelined.errors import (
+    ConfigError,
     DeadlineError,
     EngineClosedError,
     InvalidRequestError,
@@ -212,7 +213,7 @@ def explained(
         return case.stages_fail and request is not None and FAIL_TOKEN in request.prompt
     if isinstance(error, StageError):
         return case.stages_fail and any(RAISE_TOKEN in one.prompt for one in case.requests)
-    if isinstance(error, EngineClosedError):
+    if isinstance(error, EngineClosedError | ConfigError):  # those that come later find it closed
         return case.close_at_s is not None
     kinds = {kind for kind, _, _ in journal.struck}
     if kinds & {"task", "abort"} and isinstance(error, RankLostError):

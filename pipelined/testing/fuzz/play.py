@@ -98,7 +98,8 @@ class _Player:
         else:
             await self._idle()
         await self._close()
-        _, pending = await asyncio.wait(asks, timeout=_LATE_S)
+        last_s = max((one.at_s for one in case.requests), default=0.0)
+        _, pending = await asyncio.wait(asks, timeout=_LATE_S + max(0.0, last_s - loop.time()))
         if pending:
             journal.fail(f"{_LATE_S:g} s after the engine was closed these still wait: {_places(pending)}")
             for task in pending:
