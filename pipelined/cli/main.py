@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-_COMMANDS = ("generate", "bench", "trace", "transports", "stages")
+_COMMANDS = ("generate", "bench", "trace", "transports", "fuzz", "stages", "simulate", "replay")
 _INTERRUPTED = 130
 
 
