@@ -229,8 +229,8 @@ class Driver:
                 return (2, rank)
             return (1, rank)
 
-        rank, error = min(self._ends.items(), key=innocence)
-        if tries and innocence((rank, error))[0] == 2 and len(self._ends) < self.config.size:
+        rank, error = end = min(self._ends.items(), key=innocence)
+        if tries and not self.failure.done() and innocence(end)[0] == 2 and len(self._ends) < self.config.size:
             # Only neighbours so far: the cause may be in a rank that still closes.
             self.clock.call_at(self.clock.now() + _BLAME_S, self._blame, tries - 1)
             return

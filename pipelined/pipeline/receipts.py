@@ -1,5 +1,7 @@
-"""Whether what one peer says it sent has reached the other. A frame that is lost with none behind it shows in no other
-way: both lanes look idle, and whoever waits for it would wait for ever.
+"""Whether what one peer says it sent has reached the other.
+
+A frame that is lost with none behind it shows in no other way: its lane looks idle, and whoever waits for it would wait
+for ever.
 """
 
 from __future__ import annotations

@@ -42,7 +42,9 @@ class Prompted(msgspec.Struct, frozen=True):
         usual = Prompted(self.number, self.at_s, self.prompt, self.max_tokens)
         names = ("min_tokens", "stop_token_ids", "ignore_eos", "n", "logprobs", "prompt_logprobs")
         more = [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != getattr(usual, name)]
-        return " ".join((f"request {self.number} at {self.at_s:g} s: {self.prompt}, max_tokens={self.max_tokens}", *more))
+        return " ".join(
+            (f"request {self.number} at {self.at_s:g} s: {self.prompt}, max_tokens={self.max_tokens}", *more)
+        )
 
 
 class Cancellation(msgspec.Struct, frozen=True):
@@ -62,7 +64,11 @@ class Cancellation(msgspec.Struct, frozen=True):
     rank: int = 0
 
     def __str__(self) -> str:
-        where = {"later": f" {self.delay_s:g} s", "tokens": f" {self.count}", "applying": f" {self.count} rank {self.rank}"}
+        where = {
+            "later": f" {self.delay_s:g} s",
+            "tokens": f" {self.count}",
+            "applying": f" {self.count} rank {self.rank}",
+        }
         return f"cancel request {self.number} by {self.how}, {self.when}{where.get(self.when, '')}"
 
 
@@ -152,8 +158,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     def describe(self) -> list[str]:
         """Lines for people."""
         lines = [
-            f"{self.ranks} ranks, {self.transport}, {self.device} device, {self.policy} chunks of {self.chunk}, pages of "
-            f"{self.page_size}, {self.capacity_tokens} tokens of KV, depth {self.depth}, {self.running} running",
+            f"{self.ranks} ranks, {self.transport}, {self.device} device, {self.policy} chunks of {self.chunk}, pages "
+            f"of {self.page_size}, {self.capacity_tokens} tokens of KV, depth {self.depth}, {self.running} running",
             self.model,
         ]
         lines += [f"clocks skewed by {self.skews_s}"] if self.skews_s else []
@@ -224,9 +230,7 @@ def _tokens(case: Case, chance: random.Random, count: int) -> tuple[int, ...]:
     return tuple(chance.randrange(_FIRST_TOKEN, case.vocab) for _ in range(count))
 
 
-def _request(
-    case: Case, chance: random.Random, number: int, roots: list[tuple[int, ...]], longest: int
-) -> Prompted:
+def _request(case: Case, chance: random.Random, number: int, roots: list[tuple[int, ...]], longest: int) -> Prompted:
     prompt = _tokens(case, chance, chance.randint(1, longest))
     if chance.random() < 0.6:
         root = chance.choice(roots)

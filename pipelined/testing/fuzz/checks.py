@@ -63,8 +63,7 @@ async def check_alive(case: Case, journal: Journal, world: FuzzWorld, llm: Async
 
 def lossy_events(world: FuzzWorld) -> int:
     """How many frames were lost or damaged on purpose."""
-    events = world.rendezvous.objects.get("faulty", ())
-    return sum(event.kind in ("drop", "corrupt") for event in events)
+    return sum(event.kind in ("drop", "corrupt") for event in world.link_faults())
 
 
 # ---- after closing ----
@@ -232,7 +231,7 @@ def _count(case: Case, journal: Journal, world: FuzzWorld) -> None:
     counts[f"device.{case.device}"] += 1
     counts["skewed"] += bool(case.skews_s)
     counts["unequal_capacities"] += len(set(case.kv)) > 1
-    for event in world.rendezvous.objects.get("faulty", ()):
+    for event in world.link_faults():
         counts[f"link.{event.kind}"] += 1
     planner = world.planner
     if planner is not None:
@@ -241,4 +240,3 @@ def _count(case: Case, journal: Journal, world: FuzzWorld) -> None:
         counts["evictions"] += stats.get("evicted_pages", 0)
     faults = bool(journal.struck or lossy_events(world) or case.stages_fail or case.cancels or case.close_at_s)
     counts["runs_without_faults"] += not faults
-

@@ -107,7 +107,9 @@ class Journal:
         chain = self.chains[rank]
         digest = zlib.crc32(_encode(step), chain[-1] if chain else 0)
         chain.append(digest)
-        self.lines.append(f"{self.now():.9f} rank {rank} applies {step.epoch}.{step.number} rows {step.rows} {digest:08x}")
+        self.lines.append(
+            f"{self.now():.9f} rank {rank} applies {step.epoch}.{step.number} rows {step.rows} {digest:08x}"
+        )
         if len(chain) != step.number + 1:
             self.fail(f"rank {rank} applied step {step.number} as its number {len(chain) - 1}")
         kinds = {type(item) for item in step.items}

@@ -150,9 +150,9 @@ class _Player:
         finally:
             await stream.aclose()
             outcome.ended_s = loop.time()
-            error = outcome.error
             journal.note(f"request {request.number} is over: {_told(outcome)}")
-            journal.counts["failed." + type(error).__name__] += error is not None
+            if outcome.error is not None:
+                journal.counts[f"failed.{type(outcome.error).__name__}"] += 1
 
     def _plan_cancel(self, cancel: Cancellation, task: asyncio.Task[None]) -> None:
         loop = asyncio.get_running_loop()

@@ -75,7 +75,9 @@ class Summary:
         """Minima of coverage that were not reached; empty for few seeds, or with kinds of faults left out."""
         if self.seeds < MINIMA_FROM or set(self.faults) != set(FAULTS):
             return []
-        return [f"{name}: {self.counts[name]} of {least}" for name, least in MINIMA.items() if self.counts[name] < least]
+        return [
+            f"{name}: {self.counts[name]} of {least}" for name, least in MINIMA.items() if self.counts[name] < least
+        ]
 
     @property
     def rate(self) -> float:

@@ -1,4 +1,4 @@
-"""A world of tasks in which every rank's stage, rank 0's planner and every device are watched, and ranks can be ended."""
+"""A world of tasks in which each stage, the planner and each device are watched, and ranks can be ended."""
 
 from __future__ import annotations
 
@@ -135,6 +135,11 @@ class FuzzWorld(TaskWorld):
             self._tasks[kill.rank].cancel()
 
     # ---- what is left ----
+
+    def link_faults(self) -> list[Any]:
+        """What was done to frames, and what of it was noticed, in order."""
+        events: Any = self.rendezvous.objects.get("faulty", ())
+        return list(events)
 
     def board(self) -> Any:
         """The open endpoints, None before the first."""
