@@ -1,4 +1,4 @@
-"""`ucx://`: tensors over UCX (`ucxx`): shared memory and CMA on one host, UCX's networks across hosts.
+"""`ucx://`: tensors over UCX (`ucxx`): shared memory on one host, UCX's networks across hosts.
 
 Messages, headers and liveness go over TCP beside it (see `beside.py`); a peer that died is noticed there, and what was
 pending in UCX fails. UCX's own connections are neither authenticated nor encrypted: on a loopback address nothing of

@@ -19,11 +19,15 @@ if TYPE_CHECKING:
 
 __all__ = ["UcxWorker"]
 
-_TURN_STEPS = 2
-"""A step moves at most a segment of UCX's (512 KiB): 0.2 ms, or 2 ms into memory that was never touched before."""
+_TURN_STEPS = 8
+"""A step moves a fragment of 64 KiB, or at most a segment of 512 KiB: a turn holds the loop for about 1 ms."""
 
-_ONE_HOST = {"TLS": "posix,sysv,cma,tcp,self", "NET_DEVICES": "lo"}
-"""Shared memory, and a loopback socket where there is none: nothing that another host could reach."""
+_ONE_HOST = {"TLS": "posix,sysv,self"}
+"""Shared memory: nothing that another host could reach.
+
+Not CMA, though it is a copy less: with it a receiver reads the memory of its peer, and UCX ends the whole process when
+that memory is no more, as after the peer gave up in the middle of a transfer.
+"""
 
 _ALWAYS = {
     "RNDV_FRAG_MEM_TYPE": "host",  # else it looks for a GPU to bounce through
@@ -105,9 +109,12 @@ class UcxWorker:
                     self._loop.call_soon(self._kick)
                     return
                 steps += 1
+                self._again = False
                 moved = self._worker.progress_once()
                 self._complete()
-                self._again = self._again and self._open and (bool(moved) or not self._worker.arm())
+                if self._open and not self._again:
+                    # What was posted by a callback may be done already, and nothing would tell: then look again.
+                    self._again = bool(moved) or not self._worker.arm()
         finally:
             self._kicking = False
 
