@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick lint format clean
+.PHONY: help setup demo test quick fuzz lint format clean
 
 help:
 	@echo "make demo     a model over two ranks reads a long document and answers; writes timeline.html"
 	@echo "make test     all tests"
 	@echo "make quick    all tests but the slow ones"
+	@echo "make fuzz     seeds that nobody has run yet, under random faults in virtual time; FUZZ_SEEDS=200 of them"
 	@echo "make lint     format, lint, types, import floors"
 	@echo "make format   rewrite the sources in the house format"
 	@echo "make clean    remove what was made here, the environment too"
@@ -37,6 +38,13 @@ test: $(READY)
 
 quick: $(READY)
 	$(BIN)/python -m pytest -m "not slow"
+
+FUZZ_SEEDS ?= 200
+
+# The seeds are printed: to see one again, `pipelined fuzz --seeds SEED`.
+fuzz: $(READY)
+	@first=$$(date +%s); echo "pipelined fuzz --seeds $$first:$$((first + $(FUZZ_SEEDS)))"; \
+		$(BIN)/python -m pipelined fuzz --seeds $$first:$$((first + $(FUZZ_SEEDS)))
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
