@@ -6,7 +6,8 @@ for the hidden states of a model of that size. Use it with `device="emulated"`, 
     emulated://?layers=64&hidden=8192&a=1e-12&b=2e-6&c=1e-3&d=1e-9
 
 A stage takes t = c + d*L + b*x + a*(2*L*x + x*x) seconds for x tokens behind a prefix of L, c once a micro-batch, the
-rest for each of its sequences. What comes out are made-up tokens that depend on the position alone.
+rest for each of its sequences. `costs` tells stages apart: one entry each, as `pipelined.costs.encode_costs` writes
+them, with windows and decodes of their own. What comes out are made-up tokens that depend on the position alone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import torch
 
-from pipelined.costs import StageCost
+from pipelined.costs import MicroBatch, PipelineCost, StageCost, decode_costs
 from pipelined.errors import ConfigError, InvalidRequestError, ModelError, ProtocolError, nearest
 from pipelined.messages import Admit, Chunk, Decode, ErrorInfo, Failed, Release, Sampled, TokenLogprob
 from pipelined.stage import LOGICAL_BYTES, ModelInfo, Stage
@@ -42,6 +43,7 @@ class EmulatedParams:
         kv: Tokens that the KV cache of each stage could hold; 0: twice the context.
         eos: End-of-sequence token; -1: none, so that every answer has `max_tokens`.
         a, b, c, d: Of the time model, in seconds, for each stage, however many layers it has.
+        costs: Those of each stage instead, as `encode_costs` writes them.
     """
 
     layers: int = 64
@@ -54,6 +56,7 @@ class EmulatedParams:
     b: float = 1e-6
     c: float = 1e-3
     d: float = 0.0
+    costs: str = ""
 
     @classmethod
     def parse(cls, ref: str) -> EmulatedParams:
@@ -77,14 +80,20 @@ class EmulatedParams:
             if getattr(params, key) < least:
                 raise ModelError(f"{ref}: {key}={getattr(params, key)}, expected at least {least}")
         try:
-            params.cost()
+            params.pipeline(1)
         except ConfigError as error:
             raise ModelError(f"{ref}: {error}") from error
         return params
 
-    def cost(self) -> StageCost:
-        """The time model of a stage."""
-        return StageCost(a=self.a, b=self.b, c=self.c, d=self.d)
+    def pipeline(self, stages: int) -> PipelineCost:
+        """The time model of each stage; as many as `costs` tells of, if it does.
+
+        Raises:
+            ConfigError: A coefficient is out of range.
+        """
+        if self.costs:
+            return decode_costs(self.costs, "costs")
+        return PipelineCost.even(StageCost(a=self.a, b=self.b, c=self.c, d=self.d), stages)
 
 
 class _Run(NamedTuple):
@@ -116,7 +125,10 @@ class EmulatedStage(Stage):
         self._pages = tokens // info.options.page_size
         self._row_bytes = params.hidden * _ELEMENT_BYTES
         self._vocab, self._eos = params.vocab, params.eos
-        self._cost = params.cost()
+        costs = params.pipeline(ctx.size).stages
+        if len(costs) != ctx.size:
+            raise ModelError(f"{info.ref}: costs of {len(costs)} stages for a pipeline of {ctx.size}")
+        self._cost = costs[ctx.rank]
         self._first, self._last = layers[0] == 0, layers[1] == info.layers
         self._refused: dict[int, bool] = {}  # of each admitted sequence: whether it asks for what can't be had
 
@@ -170,8 +182,9 @@ class EmulatedStage(Stage):
 
     def cost(self, batch: EmulatedBatch) -> float:
         """Seconds, as the emulated device wants them."""
-        cost = self._cost
-        return cost.c + sum(cost.chunk_s(run.start, run.tokens) for run in batch.runs)
+        chunks = tuple((run.start, run.tokens) for run in batch.runs if not run.decode)
+        contexts = [run.start for run in batch.runs if run.decode]
+        return self._cost.launch_s(MicroBatch(chunks, len(contexts), sum(contexts)))
 
     def reset(self) -> None:
         """Forget all sequences."""
