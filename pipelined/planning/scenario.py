@@ -24,6 +24,7 @@ __all__ = ["Arrival", "Chunking", "Link", "Published", "Scenario", "decode_scena
 
 MOST_BYTES = 32 << 20
 MOST_SECONDS = 1e6
+MOST_ARRIVAL_S = 1e5  # heartbeats go on while nothing happens: a thousand virtual seconds take about one real one
 MOST_PROMPT_TOKENS = 1 << 24
 
 Cost = Annotated[float, Meta(ge=0, le=1e6)]
@@ -103,7 +104,7 @@ class Arrival(_Part, frozen=True, kw_only=True):
 
     prompt_tokens: Annotated[int, Meta(ge=1, le=MOST_PROMPT_TOKENS)]
     output_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
-    at_s: Annotated[float, Meta(ge=0, le=MOST_SECONDS)] = 0.0
+    at_s: Annotated[float, Meta(ge=0, le=MOST_ARRIVAL_S)] = 0.0
     count: Annotated[int, Meta(ge=1, le=100_000)] = 1
 
 
