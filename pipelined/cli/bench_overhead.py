@@ -93,6 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _overhead(arguments: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
     from pipelined.pipeline import Pipeline
     from pipelined.trace import RankTrace, Trace, write_chrome
 
@@ -100,6 +102,7 @@ async def _overhead(arguments: argparse.Namespace) -> dict[str, Any]:
     transport = arguments.transport or ("memory" if arguments.workers == "task" else "shm")
     workers = arguments.workers or ("task" if transport.startswith("memory") else "process")
     thread = arguments.device == "thread"
+    torch.set_num_threads(1)  # as in the processes of ranks: what is measured is the runtime, not torch's threads
     stages = [
         BenchStage(stage_s, arguments.hidden_bytes, leases=arguments.leases, sleep=thread)
         for _ in range(arguments.pp_size)

@@ -53,7 +53,7 @@ class Pipeline:
         messages: str | None = None,
         device: str = "cpu",
         threads_per_rank: int | None = 1,
-        depth: int = 2,
+        depth: int | None = None,
         step_timeout_s: float = 300.0,
         setup_timeout_s: float = 120.0,
         heartbeat_bound_s: float = 15.0,
@@ -70,7 +70,8 @@ class Pipeline:
             messages: URI for metadata; default the tensor transport if it carries messages, else zmq://.
             device: "cpu", "stream", "emulated" or "cuda".
             threads_per_rank: CPU threads of each stage's computations.
-            depth: How many steps beyond one a rank may be in flight.
+            depth: How many steps beyond one a rank may be in flight; default as many as there are ranks, at least 2,
+                so that hand-offs that take half as long as a stage's work cost no throughput.
             step_timeout_s: Floor of every deadline on a peer that owes work.
             setup_timeout_s: All ranks must be ready within this time.
             heartbeat_bound_s: A rank whose loop is silent for so long counts as lost.
@@ -84,7 +85,7 @@ class Pipeline:
             raise ConfigError("a pipeline needs at least one stage")
         if workers not in ("task", "process"):
             raise ConfigError(f"workers={workers!r}: expected 'task' or 'process'")
-        if depth < 1:
+        if depth is not None and depth < 1:
             raise ConfigError(f"depth={depth}: expected at least 1")
         processes = world.processes if world is not None else workers == "process"
         self._stages = [as_stage(stage) for stage in stages]
@@ -100,7 +101,7 @@ class Pipeline:
                     pipeline=name or "pipeline",
                     rank=rank,
                     size=size,
-                    window=size + depth,
+                    window=size + (depth or max(2, size)),
                     fed=True,
                     drained=True,
                     step_timeout_s=step_timeout_s,

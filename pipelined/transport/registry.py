@@ -7,7 +7,9 @@ its own options in `options`; each option of a URI goes to the outermost wrapper
 
 from __future__ import annotations
 
+import sys
 from difflib import get_close_matches
+from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
@@ -24,6 +26,12 @@ GROUP = "pipelined.transports"
 
 def installed() -> dict[str, EntryPoint]:
     """Scheme -> entry point of every transport and wrapper found on this installation; nothing is imported."""
+    return dict(_found(tuple(sys.path)))
+
+
+@lru_cache(maxsize=4)
+def _found(_path: tuple[str, ...]) -> dict[str, EntryPoint]:
+    """By what is searched: reading them takes milliseconds, which every rank of a process would pay for."""
     return {point.name: point for point in entry_points(group=GROUP)}
 
 
@@ -45,6 +53,9 @@ def split_uri(uri: str) -> tuple[list[str], dict[str, str]]:
 
 def _load(scheme: str) -> Any:
     known = installed()
+    if scheme not in known:  # or it was installed a moment ago
+        _found.cache_clear()
+        known = installed()
     if scheme not in known:
         raise UnknownSchemeError(f"unknown transport {scheme!r}{nearest(scheme, known)}")
     return known[scheme].load()
