@@ -213,3 +213,13 @@ def test_nothing_is_left_of_a_case_that_could_not_start() -> None:
     journal = play(case(kills=(Kill(1, "setup", "abort", 1),)))
     assert not journal.failures, journal.failures
     assert journal.counts["start_failed"] == 1
+
+
+def test_rows_that_do_not_fit_the_plan_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipelined.rank import commit
+    from pipelined.rank.payload import split
+
+    monkeypatch.setattr(commit, "split", lambda payload, step, rows: split(payload, step=step, rows=rows + (step == 2)))
+    journal = play(case())
+    assert errors(journal) == {"ProtocolError"}
+    assert any("rows for step 2" in str(outcome.error) for outcome in journal.outcomes.values())
