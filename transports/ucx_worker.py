@@ -19,11 +19,15 @@ if TYPE_CHECKING:
 
 __all__ = ["UcxWorker"]
 
-_TURN_STEPS = 8
-"""A step moves a fragment of 64 KiB, or at most a segment of 512 KiB: a turn holds the loop for about 1 ms."""
+_TURN_STEPS = 2
+"""A step moves at most about 300 KiB by shared memory, 512 KiB else: a turn holds the loop for a millisecond or two."""
 
-_ONE_HOST = {"TLS": "posix,sysv,self"}
-"""Shared memory: nothing that another host could reach.
+_ONE_HOST = {
+    "TLS": "posix,self",
+    "POSIX_SEG_SIZE": "60k",  # four times as fast as the default; from 64k on lengths overflow, and UCX loses data
+    "POSIX_FIFO_MAX_POLL": "4",
+}
+"""Shared memory: nothing that another host could reach, and nothing that outlives a process that is killed.
 
 Not CMA, though it is a copy less: with it a receiver reads the memory of its peer, and UCX ends the whole process when
 that memory is no more, as after the peer gave up in the middle of a transfer.

@@ -84,7 +84,7 @@ async def test_threads_are_bounded_and_gone_after_closing(open_world: Any) -> No
 
 
 async def test_beside_a_default_group_of_the_users(open_world: Any, tmp_path: Path) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         async with open_world() as (a, b), open_world(epoch=3) as (c, d):
             for near, far in ((a, b), (c, d)):
