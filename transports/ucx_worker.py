@@ -33,6 +33,8 @@ Not CMA, though it is a copy less: with it a receiver reads the memory of its pe
 that memory is no more, as after the peer gave up in the middle of a transfer.
 """
 
+_SHARED_MEMORY = {"posix", "sysv", "cma", "xpmem", "knem", "mm", "sm", "shm", "self"}
+
 _ALWAYS = {
     "RNDV_FRAG_MEM_TYPE": "host",  # else it looks for a GPU to bounce through
     "WARN_UNUSED_ENV_VARS": "n",
@@ -58,6 +60,10 @@ class UcxWorker:
     def __init__(self, loop: asyncio.AbstractEventLoop, *, across_hosts: bool) -> None:
         """Args: across_hosts: whether UCX may listen on devices that other hosts reach."""
         settings = _ALWAYS if across_hosts else _ALWAYS | _ONE_HOST
+        # UCX handles errors of no kind of shared memory: with them handled, it would offer none. Of all else it does,
+        # and an end that has them not handled waits for its peer when it goes.
+        ways = os.environ.get("UCX_TLS", settings.get("TLS", "all"))
+        self._handles_errors = not set(ways.split(",")) <= _SHARED_MEMORY
         # What the user has set in the environment stands.
         settings = {name: value for name, value in settings.items() if f"UCX_{name}" not in os.environ}
         self._loop = loop
@@ -80,9 +86,8 @@ class UcxWorker:
         Raises:
             RuntimeError: UCX finds no way there.
         """
-        # Without error handling: with it UCX would offer no shared memory. Who is dead is not for UCX to say.
         end = ucx.UCXEndpoint.create_from_worker_address(
-            self._worker, ucx.UCXAddress.create_from_buffer(address), endpoint_error_handling=False
+            self._worker, ucx.UCXAddress.create_from_buffer(address), endpoint_error_handling=self._handles_errors
         )
         self._ends.append(end)
         self._kick()

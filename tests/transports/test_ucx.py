@@ -137,3 +137,13 @@ async def test_nothing_is_left_open(make_world: Any) -> None:
 @pytest.mark.slow
 def test_a_pipeline_of_processes_runs_over_it(tmp_path: Path) -> None:
     run_pipeline("ucx://", tmp_path)
+
+
+@needs_ucxx
+@pytest.mark.parametrize("check", ["ring_where_all_send_first", "peer_close", "peer_abort", "nothing_leaks"])
+def test_over_tcp_as_between_hosts(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ends, with other manners: they would wait for their peers when they go."""
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    (result,) = run_checks("ucx://", quick=True, only=[check])
+    assert result.outcome == "pass", result.reason
