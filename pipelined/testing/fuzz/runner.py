@@ -24,8 +24,8 @@ MINIMA_FROM = 1000
 """Seeds from which on coverage is checked."""
 
 MINIMA: dict[str, int] = {
-    "preemptions": 100,
-    "prefix_hits": 1000,
+    "preemptions": 50,
+    "prefix_hits": 700,
     "evictions": 1000,
     "runs_without_faults": 50,
     "skewed": 100,
@@ -34,7 +34,8 @@ MINIMA: dict[str, int] = {
     "steps.mixed": 100,
     **{f"kill.{phase}": 5 for phase in ("setup", "prefill", "decode", "idle", "closing")},
     **{f"kill.by_{how}": 10 for how in ("task", "abort", "hang")},
-    **{f"cancel.{phase}": 20 for phase in ("waiting", "following", "prefill", "decode", "ended")},
+    **{f"cancel.{phase}": 20 for phase in ("waiting", "prefill", "decode", "ended")},
+    "cancel.following": 1,  # who waits for another's prefill of the same prompt does not wait long
     **{f"cancel.by_{how}": 10 for how in ("abort", "task", "close")},
     **{f"link.{kind}": 50 for kind in ("drop", "delay", "corrupt", "duplicate")},
     **{f"ranks.{ranks}": 20 for ranks in range(1, 9)},
