@@ -48,6 +48,13 @@ class _DoneTooEarly(Wrapped):
         return early
 
 
+class _LeasesFloats(Wrapped):
+    """Leases are of one dtype, whatever was asked for."""
+
+    def lease(self, shape: Any, dtype: Any) -> Any:
+        return torch.empty(shape)
+
+
 class _SendIgnoresEvent(Wrapped):
     def post_send(self, tensor: Any, header: Any, *, after: Any = None) -> Any:
         return self.inner.post_send(tensor, header)
@@ -320,6 +327,7 @@ class _KeepsLeases(Wrapped):
 
 Blocks = transport(tensors=_Blocks)
 Forgets = transport(tensors=_Forgets)
+LeasesFloats = transport(tensors=_LeasesFloats, declares={"leases": True})
 DoneTooEarly = transport(tensors=_DoneTooEarly, declares={"leases": True})
 SendIgnoresEvent = transport(tensors=_SendIgnoresEvent)
 ReceiveIgnoresEvent = transport(tensors=_ReceiveIgnoresEvent)

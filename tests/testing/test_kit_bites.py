@@ -10,7 +10,7 @@ BROKEN = [
     ("broken_tensors:Blocks", "R1", "posting_returns_with_a_silent_peer"),
     ("broken_tensors:Forgets", "R2", "a_dropped_buffer_is_kept"),
     ("broken_tensors:DoneTooEarly", "R3", "done_means_reusable"),
-    ("broken_tensors:DoneTooEarly", "R3", "a_lease_is_written_in_place"),
+    ("broken_tensors:LeasesFloats", "R3", "a_lease_is_written_in_place"),
     ("broken_tensors:KeepsLeases", "R3", "leases_never_sent_come_back"),
     ("broken_tensors:OneView", "R3", "done_means_readable"),
     ("broken_tensors:SendIgnoresEvent", "R3", "a_send_waits_for_its_event"),

@@ -83,7 +83,7 @@ class Doubles:
 
 async def recorded(path: Path) -> list[Doubles]:
     stages = [Doubles() for _ in range(3)]
-    async with Pipeline(stages, transport=f"record+memory://?path={path}") as pipe:
+    async with Pipeline(stages, depth=2, transport=f"record+memory://?path={path}") as pipe:
         async for _ in pipe.stream({"x": torch.ones(2) * n} for n in range(20)):
             pass
     return stages
