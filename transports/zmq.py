@@ -163,7 +163,8 @@ class _ZmqChannel(Channel):
                 f"{self.peer} published {self._address.url}, which can't be dialled: {error}"
             ) from error
         hello = self._zmq.greeter.hello(self._address.token.encode())
-        socket.send_multipart([Frame.pack(Kind.HELLO, slot, self._window), hello], zmq.NOBLOCK)
+        with contextlib.suppress(zmq.Again):  # refused already: the monitor tells, and the address is tried again
+            socket.send_multipart([Frame.pack(Kind.HELLO, slot, self._window), hello], zmq.NOBLOCK)
 
     def put(self, kind: Kind, slot: int, body: bytes) -> None:
         if self.gone:
