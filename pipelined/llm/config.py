@@ -53,7 +53,7 @@ class EngineConfig:
     page_size: int = 64
     kv_cache_tokens: int | None = None
     chunking: str = "fixed"
-    chunked_prefill_size: int = 512
+    chunked_prefill_size: int = 256
     smoothing_factor: float = 0.75
     max_micro_batch_tokens: int | None = None
     target_itl_s: float | None = None
