@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import uvloop
 from blockbuster import BlockBuster
+from hypothesis import settings
 
 Runner = Callable[[Coroutine[Any, Any, Any]], Any]
 
@@ -29,6 +31,10 @@ _MAY_BLOCK = {
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "may_block: the test blocks a loop on purpose")
+    # A suite that passed passes again: new examples are for whoever looks for them (HYPOTHESIS_PROFILE=explore).
+    settings.register_profile("same", derandomize=True, deadline=None)
+    settings.register_profile("explore", deadline=None)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,7 +14,7 @@ from pipelined.costs.work import MicroBatch
 from pipelined.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -28,6 +29,7 @@ MOST_DROPPED = 0.25
 _FEWEST = 4
 _OUTLIER_ERROR = 0.25
 _OUTLIER_DEVIATIONS = 6.0
+_HALVES = 40
 
 
 class Sample(NamedTuple):
@@ -158,15 +160,29 @@ def _least_absolute(rows: npt.NDArray[np.float64], weights: npt.NDArray[np.float
     return theta
 
 
+def _starts(rows: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> Iterator[npt.NDArray[np.float64]]:
+    """Coefficients to begin with; at least one of them was not dragged along by the wild points."""
+    # Relative errors are moved most by times that are too short, absolute ones by times that are too long: try both.
+    yield _least_absolute(rows, np.ones(len(rows)))
+    yield _least_absolute(rows, seconds / seconds.max())
+    # Where wild points stand together, some halves of the points are free of them (least trimmed squares, Rousseeuw).
+    dice = np.random.default_rng(0)
+    for _ in range(_HALVES):
+        half = dice.permutation(len(rows))[: max(_FEWEST, len(rows) // 2)]
+        yield nnls(rows[half], np.ones(len(half)))
+
+
+def _typical_miss(rows: npt.NDArray[np.float64], theta: npt.NDArray[np.float64]) -> float:
+    """The mean miss of the points that count at least: the best of them, as many as must be left after dropping."""
+    misses = np.sort(_misses(rows, theta))
+    return float(misses[: max(1, math.ceil(len(rows) * (1 - MOST_DROPPED)))].mean())
+
+
 def _trimmed(
     rows: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
     """(which points count, coefficients). Rows are divided by their time, so that 1 is the goal of each."""
-    # Relative errors are moved most by times that are too short, absolute ones by times that are too long: try both.
-    starts = (np.ones(len(rows)), seconds / seconds.max())
-    theta = min(
-        (_least_absolute(rows, weights) for weights in starts), key=lambda found: float(_misses(rows, found).sum())
-    )
+    theta = min(_starts(rows, seconds), key=lambda found: _typical_miss(rows, found))
     keep = np.ones(len(rows), dtype=bool)
     for _ in range(6):
         misses = _misses(rows, theta)

@@ -353,7 +353,8 @@ class Driver:
                     self._on_outputs(message)
                 elif isinstance(message, Started):
                     self.capacity = message.capacity
-                    self._started.set_result(None)
+                    if not self._started.done():  # whoever opens may have been cancelled meanwhile
+                        self._started.set_result(None)
                 elif isinstance(message, StartFailed):
                     self.lose(message.error.exception())
         except TransportError as error:

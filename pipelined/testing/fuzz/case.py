@@ -215,15 +215,19 @@ def _pipeline(seed: int) -> Case:
 
 
 def _load(case: Case, chance: random.Random) -> Case:
-    requests = chance.randint(5, 12)
+    requests = chance.randint(6, 13)
     span_s = chance.choice((0.0, 0.05, 0.5, 2.0))
     longest = chance.choice((12, 40, 80))
     roots = [_tokens(case, chance, chance.randint(1, longest)) for _ in range(chance.randint(1, 3))]
     drawn = [_request(case, chance, number, roots, longest) for number in range(requests)]
     times = sorted(chance.uniform(0.0, span_s) for _ in drawn)
-    timed = tuple(msgspec.structs.replace(one, at_s=round(at_s, 6)) for one, at_s in zip(drawn, times, strict=True))
+    timed = [msgspec.structs.replace(one, at_s=round(at_s, 6)) for one, at_s in zip(drawn, times, strict=True)]
+    for index in range(1, requests):  # the same at the same time: one waits for the other's prefill
+        if chance.random() < 0.15:
+            twin = timed[index - 1]
+            timed[index] = msgspec.structs.replace(timed[index], prompt=twin.prompt, at_s=twin.at_s)
     close_at_s = round(chance.uniform(0.0, 1.0), 6) if chance.random() < 0.08 else None
-    return msgspec.structs.replace(case, requests=timed, close_at_s=close_at_s)
+    return msgspec.structs.replace(case, requests=tuple(timed), close_at_s=close_at_s)
 
 
 def _tokens(case: Case, chance: random.Random, count: int) -> tuple[int, ...]:
