@@ -107,7 +107,20 @@ class CapacityError(ConfigError):
 
 
 class InvalidRequestError(PipelinedError, ValueError):
-    """One request is bad. No other request is touched."""
+    """One request is bad. No other request is touched.
+
+    Attributes:
+        param: The field that is wrong, where it is one.
+        code: What is wrong, for a program ("context_length_exceeded"); None where the message alone says it.
+    """
+
+    param: str | None = None
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
 
 
 class TransportError(PipelinedError):

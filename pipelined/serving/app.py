@@ -1,0 +1,41 @@
+"""The web application: which routers and which parts it is made of, in one place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+
+import pipelined
+from pipelined.serving import health, models
+from pipelined.serving.problems import install_problems
+from pipelined.serving.settings import ServerSettings
+from pipelined.serving.state import ServerState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pipelined.llm import AsyncLLM
+
+__all__ = ["create_app"]
+
+_ROUTERS = (models.router, health.router)
+_INSTALLERS: tuple[Callable[[FastAPI, AsyncLLM], None], ...] = ()
+"""Further parts, called with (app, engine): metrics, the dashboard."""
+
+_DESCRIPTION = "An OpenAI-compatible API of a language model over a pipeline of ranks."
+
+
+def create_app(engine: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI:
+    """An application that serves `engine`, which is open while requests come.
+
+    `app.state.server` is its `ServerState`.
+    """
+    app = FastAPI(title="pipelined", version=pipelined.__version__, description=_DESCRIPTION)
+    app.state.server = ServerState(engine, settings or ServerSettings())
+    install_problems(app)
+    for router in _ROUTERS:
+        app.include_router(router)
+    for install in _INSTALLERS:
+        install(app, engine)
+    return app
