@@ -24,7 +24,8 @@ class PackedLinear(nn.Linear):
 def pack_linears(model: nn.Module) -> None:
     """Turn every plain `nn.Linear` of a model into a `PackedLinear`, where this CPU and torch can; for good.
 
-    A weight that another kind of module shares (a tied embedding) is left to that one, and packed from a copy.
+    A weight that another kind of module shares (a tied embedding) stays with that one as it was. What is not packed is
+    copied if it is the smaller part: the mapped file of weights, read once for packing, then leaves this process's memory.
     """
     if not torch.backends.mkldnn.is_available():
         return
@@ -38,6 +39,10 @@ def pack_linears(model: nn.Module) -> None:
             packed[id(weight)] = nn.Parameter(layout, requires_grad=False)
         module.weight = packed[id(weight)]
         module.__class__ = PackedLinear
+    kept = [own for own in (*model.parameters(), *model.buffers()) if not own.is_mkldnn]
+    if sum(own.numel() for own in kept) < sum(own.numel() for own in packed.values()):
+        for own in kept:
+            own.data = own.data.clone()
 
 
 def _packable(weight: object) -> bool:

@@ -257,6 +257,9 @@ def load_slice(
         raise ModelError(f"{path}: weights are missing or of a wrong shape: {shown}")
     model.requires_grad_(False)
     sliced = Sliced(model, layers, port, cache)
+    if layers[0] > 0 and model.get_output_embeddings() is not None:
+        # A tied head needed the embedding for loading; from here on it has the weight alone.
+        model.set_input_embeddings(_NoEmbedding(port))
     pack_linears(model)
     return sliced
 
