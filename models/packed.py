@@ -25,7 +25,7 @@ def pack_linears(model: nn.Module) -> None:
     """Turn every plain `nn.Linear` of a model into a `PackedLinear`, where this CPU and torch can; for good.
 
     A weight that another kind of module shares (a tied embedding) stays with that one as it was. What is not packed is
-    copied if it is the smaller part: the mapped file of weights, read once for packing, then leaves this process's memory.
+    copied if it is the smaller part: the mapped file, read once for packing, then leaves this process's memory.
     """
     if not torch.backends.mkldnn.is_available():
         return
