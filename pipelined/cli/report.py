@@ -11,8 +11,28 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipelined.llm import AsyncLLM, RequestOutput
+    from pipelined.trace import CriticalPath
 
-__all__ = ["Report"]
+__all__ = ["Report", "path_as_json"]
+
+
+def path_as_json(path: CriticalPath) -> dict[str, Any]:
+    """Whole nanoseconds, so that sums are exact. `parts`: by what it was and whose; `pieces`: from start to end."""
+    return {
+        "wall_ns": path.wall_ns,
+        "parts": [{"what": what, "rank": rank, "ns": ns} for (what, rank), ns in path.parts_ns().items()],
+        "pieces": [
+            {
+                "start_ns": run.start_ns,
+                "end_ns": run.end_ns,
+                "what": run.what,
+                "rank": run.rank,
+                "step": run.step,
+                "steps": run.steps,
+            }
+            for run in path.runs()
+        ],
+    }
 
 
 class Report:

@@ -42,6 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _as_json(result: Simulation) -> dict[str, Any]:
+    from pipelined.cli.report import path_as_json
+
     scenario = result.scenario
     return {
         "name": scenario.name,
@@ -63,6 +65,7 @@ def _as_json(result: Simulation) -> dict[str, Any]:
             }
             for use in result.stages
         ],
+        "critical_path": path_as_json(result.critical_path),
         "requests": [
             {
                 "at_s": request.arrived_s,
@@ -81,7 +84,7 @@ def _as_json(result: Simulation) -> dict[str, Any]:
 def _print(result: Simulation) -> None:
     from rich.console import Console
 
-    from pipelined.trace import stage_table
+    from pipelined.trace import path_text, stage_table
 
     console = Console()
     count = len(result.requests)
@@ -99,6 +102,7 @@ def _print(result: Simulation) -> None:
     if result.dropped:
         console.print("the trace had no room for the beginning: what follows is of the end alone")
     console.print(stage_table(result.stages))
+    console.print(path_text(result.critical_path), highlight=False, soft_wrap=True)
 
 
 def _line(console: Any, name: str, times: Percentiles) -> None:

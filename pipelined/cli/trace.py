@@ -29,20 +29,33 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the attribution."""
     from rich.console import Console
 
-    from pipelined.trace import attribute, read_chrome, stage_table, write_timeline
+    from pipelined.trace import attribute, critical_path, path_text, read_chrome, stage_table, write_timeline
 
     if not Path(arguments.file).is_file():
         raise ConfigError(f"there is no trace file {arguments.file!r}; write one with --trace")
-    trace = read_chrome(arguments.file)
-    uses = attribute(trace)
+    try:
+        trace = read_chrome(arguments.file)
+    except OSError as error:
+        raise ConfigError(f"the trace file {arguments.file!r} cannot be read: {error.strerror}") from error
+    uses, path = attribute(trace), critical_path(trace)
     if arguments.json:
+        parts = path.parts_ns()
         rows = [
-            {"rank": use.rank, "stage": use.label, "busy_s": use.busy_s, "idle_s": use.idle_s, "causes_s": use.causes}
+            {
+                "rank": use.rank,
+                "stage": use.label,
+                "busy_s": use.busy_s,
+                "idle_s": use.idle_s,
+                "causes_s": use.causes,
+                "critical_ns": {what: ns for (what, rank), ns in parts.items() if rank == use.rank},
+            }
             for use in uses
         ]
         print(json.dumps(rows))
     else:
-        Console().print(stage_table(uses, title=f"{trace.wall_s:.3f} s"))
+        console = Console()
+        console.print(stage_table(uses, title=f"{trace.wall_s:.3f} s"))
+        console.print(path_text(path), highlight=False, soft_wrap=True)
     if arguments.timeline:
         write_timeline(trace, arguments.timeline)
     return 0

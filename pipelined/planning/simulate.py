@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
@@ -19,7 +20,7 @@ from pipelined.llm import AsyncLLM
 from pipelined.messages import SamplingParams
 from pipelined.pipeline import TaskWorld
 from pipelined.scheduler import Scheduler, SchedulerConfig
-from pipelined.trace import RankTrace, StageUse, Trace, attribute
+from pipelined.trace import CriticalPath, RankTrace, StageUse, Trace, attribute, critical_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,6 +106,11 @@ class Simulation:
     trace: Trace
     stages: tuple[StageUse, ...]
     dropped: bool = False
+
+    @cached_property
+    def critical_path(self) -> CriticalPath:
+        """What the wall time consists of; its pieces add up to it, to the nanosecond."""
+        return critical_path(self.trace)
 
     @property
     def ttft(self) -> Percentiles:
@@ -238,8 +244,12 @@ class _World(TaskWorld):
         self.planner: Planner | None = None
 
     async def start(
-        self, descriptions: Sequence[RankDescription], stages: Sequence[Stage | None], planner: Planner | None
+        self,
+        descriptions: Sequence[RankDescription],
+        stages: Sequence[Stage | None],
+        planner: Planner | None,
+        **options: Any,
     ) -> None:
         """See `World`."""
         traced = [msgspec.structs.replace(one, trace_spans=_SPANS) for one in descriptions]
-        await super().start(traced, stages, self.planner or planner)
+        await super().start(traced, stages, self.planner or planner, **options)

@@ -2,6 +2,7 @@
 
 from pipelined.trace.base import Span, Tracer
 from pipelined.trace.chrome import read_chrome, write_chrome
+from pipelined.trace.critical import CriticalPath, PathPiece, critical_path, path_text
 from pipelined.trace.idle import BUSY, CAUSES, Segment, StageUse, attribute, segments
 from pipelined.trace.picture import write_timeline
 from pipelined.trace.table import stage_table
@@ -10,6 +11,8 @@ from pipelined.trace.timeline import RankTrace, Trace, Work, parse_work
 __all__ = [
     "BUSY",
     "CAUSES",
+    "CriticalPath",
+    "PathPiece",
     "RankTrace",
     "Segment",
     "Span",
@@ -18,7 +21,9 @@ __all__ = [
     "Tracer",
     "Work",
     "attribute",
+    "critical_path",
     "parse_work",
+    "path_text",
     "read_chrome",
     "segments",
     "stage_table",

@@ -7,9 +7,10 @@ forward that used it.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from pipelined.errors import ConfigError
 from pipelined.trace.base import Span
@@ -55,10 +56,10 @@ def read_chrome(path: str | Path) -> Trace:
         OSError: It can't be read.
     """
     try:
-        document = msgspec.json.decode(Path(path).read_bytes())
-        return _decode(document)
-    except (msgspec.DecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{path} is not a trace written by pipelined (expected format {_FORMAT}): {error}") from error
+        return _decode(msgspec.json.decode(Path(path).read_bytes(), type=_Document))
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        what = " ".join(str(error).split())
+        raise ConfigError(f"{path} is not a trace written by pipelined (expected format {_FORMAT}): {what}") from error
 
 
 def _events(trace: Trace) -> Iterator[dict[str, Any]]:
@@ -141,17 +142,57 @@ def _latest(sends: Iterable[_Place], before_us: float) -> _Place | None:
     return found
 
 
-def _decode(document: Any) -> Trace:
-    other = document["otherData"]
-    if other["format"] != _FORMAT:
-        raise ValueError(f"its format is {other['format']!r}")
-    origin_s = float(other["started_s"])
-    spans: dict[int, list[Span]] = {int(rank["rank"]): [] for rank in other["ranks"]}
-    for event in document["traceEvents"]:
-        if event["ph"] == "X":
-            start_s = origin_s + event["ts"] / 1e6
-            end_s = origin_s + (event["ts"] + event["dur"]) / 1e6
-            args = event["args"]
-            spans[event["pid"]].append(Span(event["cat"], event["name"], start_s, end_s, args["step"], args["detail"]))
-    ranks = [RankTrace(r["rank"], r["label"], spans[r["rank"]], r["dropped"]) for r in other["ranks"]]
-    return Trace(ranks, origin_s, float(other["ended_s"]), other["meta"])
+class _Args(msgspec.Struct):
+    step: Annotated[int, Meta(ge=-1, lt=2**62)] = -1
+    detail: str | Annotated[int, Meta(gt=-(2**62), lt=2**62)] = ""
+
+
+class _Event(msgspec.Struct):
+    ph: str
+    pid: int = -1
+    name: str = ""
+    cat: str = ""
+    ts: Annotated[float, Meta(gt=-1e15, lt=1e15)] = 0.0
+    dur: Annotated[float, Meta(ge=0, lt=1e15)] = 0.0
+    args: _Args = msgspec.field(default_factory=_Args)
+
+
+class _RankEntry(msgspec.Struct):
+    rank: Annotated[int, Meta(ge=0, lt=2**31)]
+    label: str
+    dropped: Annotated[int, Meta(ge=0, lt=2**62)] = 0
+
+
+class _Other(msgspec.Struct):
+    format: str
+    started_s: Annotated[float, Meta(gt=-1e12, lt=1e12)]
+    ended_s: Annotated[float, Meta(gt=-1e12, lt=1e12)]
+    ranks: list[_RankEntry]
+    meta: dict[str, Any] = {}
+
+
+class _Document(msgspec.Struct):
+    other: _Other = msgspec.field(name="otherData")
+    events: list[_Event] = msgspec.field(name="traceEvents")
+
+
+def _decode(document: _Document) -> Trace:
+    other = document.other
+    if other.format != _FORMAT:
+        raise ValueError(f"$.otherData.format is {other.format!r}")
+    if other.ended_s < other.started_s:
+        raise ValueError(f"$.otherData.ended_s is {other.ended_s}, before its start at {other.started_s}")
+    origin_s = other.started_s
+    spans: dict[int, list[Span]] = {entry.rank: [] for entry in other.ranks}
+    if len(spans) < len(other.ranks):
+        raise ValueError("$.otherData.ranks names a rank twice")
+    for index, event in enumerate(document.events):
+        if event.ph != "X":
+            continue
+        if event.pid not in spans:
+            raise ValueError(f"$.traceEvents[{index}].pid is {event.pid}, a rank that $.otherData.ranks lacks")
+        end_s = origin_s + (event.ts + event.dur) / 1e6
+        span = Span(event.cat, event.name, origin_s + event.ts / 1e6, end_s, event.args.step, event.args.detail)
+        spans[event.pid].append(span)
+    ranks = [RankTrace(entry.rank, entry.label, spans[entry.rank], entry.dropped) for entry in other.ranks]
+    return Trace(ranks, origin_s, other.ended_s, other.meta)

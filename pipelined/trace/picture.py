@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
+from pipelined.trace.critical import critical_path
 from pipelined.trace.idle import BUSY, CAUSES, Segment, attribute, segments
 from pipelined.trace.timeline import Work, parse_work
 
@@ -27,6 +28,7 @@ __all__ = ["write_timeline"]
 
 _MOST_PIECES: Final = 60_000
 _COLOURS: Final = 8
+_MOST_PATH: Final = 20_000
 
 _Key = TypeVar("_Key")
 
@@ -89,7 +91,21 @@ def _data(trace: Trace, title: str) -> dict[str, Any]:
         "details": list(tables.details),
         "labels": list(tables.labels),
         "ranks": ranks,
+        "path": _path(trace, unit_ns),
     }
+
+
+def _path(trace: Trace, unit_ns: int) -> list[int]:
+    """The critical path for the page: [row, from, to, busy or not] of each run, in units; of many, the longest."""
+    runs = critical_path(trace).runs()
+    if len(runs) > _MOST_PATH:
+        least_ns = sorted(run.length_ns for run in runs)[-_MOST_PATH]
+        runs = [run for run in runs if run.length_ns >= least_ns][:_MOST_PATH]
+    rows = {rank.rank: row for row, rank in enumerate(trace.ranks)}
+    flat: list[int] = []
+    for run in runs:
+        flat += [rows.get(run.rank, 0), run.start_ns // unit_ns, run.end_ns // unit_ns, int(run.what == BUSY)]
+    return flat
 
 
 def _rank(use: StageUse, items: list[list[int]], unit_ns: int) -> dict[str, Any]:

@@ -31,6 +31,7 @@ def test_table_and_picture(file: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "time to first token: mean" in out
     assert "inter-token latency: mean" in out
     assert "idle because of" in out
+    assert "critical path, 0." in out
     assert "<svg" in (tmp_path / "t.html").read_text() or "<canvas" in (tmp_path / "t.html").read_text()
 
 
@@ -41,6 +42,9 @@ def test_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [request["output_tokens"] for request in result["requests"]] == [3, 1]
     assert sum(result["requests"][0]["chunks"]) == 3000
     assert set(result["ttft_s"]) == {"mean", "p50", "p90", "p99", "max"}
+    path = result["critical_path"]
+    assert path["wall_ns"] == round(result["wall_s"] * 1e9) == sum(part["ns"] for part in path["parts"])
+    assert sum(piece["end_ns"] - piece["start_ns"] for piece in path["pieces"]) == path["wall_ns"]
     for stage in result["stages"]:
         assert stage["busy_s"] + sum(stage["causes_s"].values()) == pytest.approx(result["wall_s"], abs=1e-8)
 

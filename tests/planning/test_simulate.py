@@ -70,6 +70,11 @@ def test_every_microsecond_is_busy_or_has_a_cause() -> None:
         assert use.causes["no_work"] > 5  # until the last request comes
         if use.rank:
             assert use.causes["link"] > 0
+    path = result.critical_path
+    assert path.wall_ns == result.stages[0].wall_ns
+    assert path.pieces[0].what == "no_work"  # the last request came when all others were done
+    assert path.pieces[0].length_ns == pytest.approx(9e9, rel=1e-3)
+    assert {piece.what for piece in path.pieces} >= {"busy", "link"}
     assert not result.dropped
     assert result.itl is not None
     assert 0 < result.itl.p50 <= result.itl.p90 <= result.itl.p99 <= result.itl.max
@@ -86,6 +91,9 @@ def test_the_slowest_stage_is_the_busy_one() -> None:
     result = simulate(stages)
     assert result.requests[0].ttft_s == pytest.approx((51_200 * 3 + 512 * 2) * 1e-6, rel=1e-6)
     assert result.stages[1].busy_share > 0.98
+    path = result.critical_path
+    assert path.parts_ns()["busy", 1] == pytest.approx(51_200 * 3_000, rel=1e-6)
+    assert path.wall_ns == round(result.wall_s * 1e9)
     assert result.stages[2].main_cause == "input"
 
 

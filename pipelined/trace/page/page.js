@@ -91,6 +91,7 @@
     idle.append(make("b", "Idle"));
     for (const [key, name, help] of data.causes) if (causes[key]) idle.append(swatch(key, name, help));
     if (!main) idle.append(make("span", "never"));
+    if (data.path.length) idle.append(swatch("path", "critical path (paler: no forward)", "What the whole time consists of: shorten any of it, and all ends sooner"));
     const notes = [];
     if (data.merged_s) notes.push(`Pieces shorter than ${duration(data.merged_s)} are drawn together; the totals below are exact.`);
     if (data.dropped) notes.push(`${data.dropped.toLocaleString("en")} early spans had been dropped from the ranks' buffers.`);
@@ -129,7 +130,7 @@
   function readColours() {
     const style = getComputedStyle(document.documentElement);
     colours = {};
-    const names = ["panel", "ink", "muted", "line", "row", ...data.causes.map((c) => c[0])];
+    const names = ["path", "panel", "ink", "muted", "line", "row", ...data.causes.map((c) => c[0])];
     for (let i = 0; i < COLOURS; i++) names.push("w" + i);
     for (const name of names) colours[name] = style.getPropertyValue("--" + name).trim();
   }
@@ -160,6 +161,7 @@
     context.rect(size.left, 0, size.width - size.left, size.height);
     context.clip();
     rows.forEach(drawRow);
+    drawPath();
     if (hover && hover.piece.step >= 0) outline(hover.piece.step);
     context.restore();
     rows.forEach(drawName);
@@ -209,6 +211,22 @@
         if (p.label && right - left > 20 && height >= 18) write(p.label, left, right, top, height);
       }
       i = next;
+    }
+  }
+  function drawPath() {  // along the bottom edge of the row that everything waits for, and down or up to the next
+    const path = data.path, thick = Math.max(2, Math.min(4, size.row / 9)), edge = (row) => y(row) + size.row;
+    let low = 0, high = path.length / 4;
+    while (low < high) { const middle = (low + high) >> 1; if (path[middle * 4 + 2] < view.from) low = middle + 1; else high = middle; }
+    context.fillStyle = colours.path;
+    for (let o = Math.max(0, low - 1) * 4; o < path.length && path[o + 1] <= view.to; o += 4) {
+      const left = x(path[o + 1]), top = edge(path[o]) - thick / 2;
+      context.globalAlpha = path[o + 3] ? 1 : 0.45;
+      context.fillRect(left, top, Math.max(0.8, x(path[o + 2]) - left), thick);
+      context.globalAlpha = 1;
+      if (o && path[o - 4] !== path[o]) {
+        const before = edge(path[o - 4]) - thick / 2;
+        context.fillRect(left - 0.75, Math.min(top, before), 1.5, Math.abs(top - before) + thick);
+      }
     }
   }
   function block(code, left, width, top, height, middle, thin, busy) {
