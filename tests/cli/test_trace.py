@@ -47,8 +47,8 @@ def test_table_json_and_picture(file: Path, tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        ('"dur":1000000.0', '"dur":-1', "$.traceEvents[4].dur"),
-        ('"dur":1000000.0', '"dur":1e300', "$.traceEvents[4].dur"),
+        ('"dur":1000000.0', '"dur":-1', "$.traceEvents[3].dur"),
+        ('"dur":1000000.0', '"dur":1e300', "$.traceEvents[3].dur"),
         ('"pid":1', '"pid":7', "is 7, a rank that $.otherData.ranks lacks"),
         ('"rank":1', '"rank":0', "$.otherData.ranks names a rank twice"),
         ('"ended_s":4.0', '"ended_s":0.5', "$.otherData.ended_s is 0.5, before its start at 1.0"),
