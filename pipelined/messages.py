@@ -195,7 +195,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise errors.InvalidRequestError(f"a sampling parameter is of the wrong type: {error}") from None
         for field, ok, expected in self._rules():
             if not ok:
-                raise errors.InvalidRequestError(f"{field}={getattr(self, field)!r} is out of range: {expected}")
+                given = getattr(self, field)
+                raise errors.InvalidRequestError(f"{field}={given!r} is out of range: {expected}", param=field)
 
     def _rules(self) -> list[tuple[str, bool, str]]:
         repetition, all_logprobs = self.repetition_penalty, (self.logprobs, self.prompt_logprobs)

@@ -13,7 +13,7 @@ from pipelined.errors import InvalidRequestError, MissingDependencyError, ModelE
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["IncrementalDetokenizer", "NoTokenizer", "StopChecker", "TextStream", "Tokenizer"]
+__all__ = ["IncrementalDetokenizer", "NoTokenizer", "StopChecker", "TextStream", "Tokenizer", "overlap"]
 
 _BROKEN: Final = "\N{REPLACEMENT CHARACTER}"
 # A character is four bytes at most, and a token carries a byte at least: what an unfinished character still waits for
@@ -69,9 +69,20 @@ class Tokenizer:
         return () if eos is None else (int(eos),)
 
     @property
+    def chat_template(self) -> str:
+        """The template's source; of several, all of them; "" where there is none."""
+        template = getattr(self._inner, "chat_template", None) or ""
+        return "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template)
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether `chat` can work."""
-        return bool(getattr(self._inner, "chat_template", None))
+        return bool(self.chat_template)
+
+    @property
+    def inner(self) -> Any:
+        """The tokenizer of `transformers`; None without one."""
+        return self._inner
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with the tokens that the model wants at its beginning, such as a BOS.
@@ -287,7 +298,7 @@ class StopChecker:
         if found:
             _, start, self.stopped_by = min(found)
             return text[:start]
-        keep = max(_overlap(text, stop) for stop in self._stops)
+        keep = max(overlap(text, stop) for stop in self._stops)
         if keep:
             text, self._held = text[:-keep], text[-keep:]
         return text
@@ -337,7 +348,7 @@ class TextStream:
         return piece
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that begins `stop`."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 import pipelined
-from pipelined.serving import health, models
+from pipelined.serving import admin, chat, completions, health, models, tokens
+from pipelined.serving.guard import Guard
 from pipelined.serving.problems import install_problems
 from pipelined.serving.settings import ServerSettings
 from pipelined.serving.state import ServerState
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["create_app"]
 
-_ROUTERS = (models.router, health.router)
+_ROUTERS = (completions.router, chat.router, models.router, tokens.router, health.router, admin.router)
 _INSTALLERS: tuple[Callable[[FastAPI, AsyncLLM], None], ...] = ()
 """Further parts, called with (app, engine): metrics, the dashboard."""
 
@@ -31,11 +33,16 @@ def create_app(engine: AsyncLLM, settings: ServerSettings | None = None) -> Fast
 
     `app.state.server` is its `ServerState`.
     """
+    settings = settings or ServerSettings()
     app = FastAPI(title="pipelined", version=pipelined.__version__, description=_DESCRIPTION)
-    app.state.server = ServerState(engine, settings or ServerSettings())
+    app.state.server = ServerState(engine, settings)
     install_problems(app)
     for router in _ROUTERS:
         app.include_router(router)
     for install in _INSTALLERS:
         install(app, engine)
+    app.add_middleware(Guard, settings=settings)
+    if settings.allowed_origins:  # outermost: a browser asks whether it may before it sends a key
+        origins = list(settings.allowed_origins)
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import re
+from typing import TYPE_CHECKING, Any, Final
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -31,6 +32,9 @@ _PASSING = (RankLostError, EngineClosedError, TransportError, DeadlineError)
 
 _RETRY_S = 5
 
+_UNION_MEMBER: Final = re.compile(r"(str|int|float|bool|NamedTool|\w+\[.*)$")
+"""How pydantic names them in a place."""
+
 _KINDS = {
     400: "invalid_request_error",
     401: "invalid_request_error",
@@ -41,6 +45,7 @@ _KINDS = {
     415: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
 }
 
 
@@ -94,14 +99,25 @@ def problem_of(error: BaseException) -> Problem:
 def _validation(errors: Sequence[Any]) -> Problem:
     """The first thing that is wrong, by its field."""
     first = errors[0]
-    place = [part for part in first["loc"] if part not in ("body", "query", "path", "header")]
-    # Of a union, pydantic reports every member by name: the field is what comes before.
-    param = ".".join(str(part) for part in place) or None
+    place = _field(first["loc"])
+    param = ".".join(place) or None
     if first["type"] == "json_invalid":
         return Problem(400, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}")
-    if first["type"] in ("missing", "model_attributes_type") and not place:
+    if not place and first["loc"][:1] == ("body",):
         return Problem(400, "the body is missing or no JSON object; send one, with Content-Type: application/json")
-    return Problem(400, f"{param or 'the request'}: {first['msg']}", param=param)
+    # Of a union, each member says why it is none: all of them together are what is expected.
+    reasons = dict.fromkeys(error["msg"] for error in errors if _field(error["loc"]) == place)
+    return Problem(400, f"{param or 'the request'}: {'; or: '.join(list(reasons)[:4])}", param=param)
+
+
+def _field(loc: Sequence[Any]) -> list[str]:
+    """The path to the field, without where it stood and which member of a union was tried."""
+    path: list[str] = []
+    for part in loc[1:]:
+        if isinstance(part, str) and _UNION_MEMBER.match(part):
+            break
+        path.append(str(part))
+    return path
 
 
 def install_problems(app: FastAPI) -> None:

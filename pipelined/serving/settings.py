@@ -6,9 +6,12 @@ import ipaddress
 import math
 from dataclasses import dataclass, field
 
-from pipelined.errors import ConfigError
+from pipelined.errors import ConfigError, nearest
 
-__all__ = ["ServerSettings"]
+__all__ = ["TOOL_CALL_PARSERS", "ServerSettings"]
+
+TOOL_CALL_PARSERS = ("hermes", "mistral", "llama3")
+"""Ways in which models write tool calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,7 @@ class ServerSettings:
         request_timeout_s: A request that takes longer is ended; None: no limit.
         drain_timeout_s: After SIGTERM, requests under way may take that long.
         watchdog_timeout_s: No progress for so long while work is owed: say where it is stuck and recover. None: never.
+        probe_timeout_s: `/health_generate` waits that long for its token.
         keep_alive_s: Interval of comments on a silent event stream, so that nobody between closes it.
         tls_certfile, tls_keyfile: PEM files; both or none.
         profile_dir: Where profiles are written.
@@ -46,6 +50,7 @@ class ServerSettings:
     request_timeout_s: float | None = None
     drain_timeout_s: float = 60.0
     watchdog_timeout_s: float | None = 300.0
+    probe_timeout_s: float = 60.0
     keep_alive_s: float = 15.0
     tls_certfile: str | None = None
     tls_keyfile: str | None = None
@@ -59,7 +64,7 @@ class ServerSettings:
             raise ConfigError(f"max_body_bytes={self.max_body_bytes} is out of range; expected 1 or more")
         if self.max_queued_requests < 0:
             raise ConfigError(f"max_queued_requests={self.max_queued_requests} is out of range; expected 0 or more")
-        for name in ("request_timeout_s", "watchdog_timeout_s", "keep_alive_s"):
+        for name in ("request_timeout_s", "watchdog_timeout_s", "probe_timeout_s", "keep_alive_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name}={value} is out of range; expected more than 0, finite")
@@ -67,6 +72,11 @@ class ServerSettings:
             raise ConfigError(f"drain_timeout_s={self.drain_timeout_s} is out of range; expected 0 or more")
         if (self.tls_certfile is None) != (self.tls_keyfile is None):
             raise ConfigError("TLS needs both a certificate and its key; give tls_certfile and tls_keyfile, or neither")
+        if self.tool_call_parser not in ("auto", *TOOL_CALL_PARSERS):
+            known = ("auto", *TOOL_CALL_PARSERS)
+            raise ConfigError(
+                f"unknown tool_call_parser {self.tool_call_parser!r}{nearest(self.tool_call_parser, known)}"
+            )
         if not all(self.api_keys):
             raise ConfigError("an API key is empty; give at least one character, or no key")
         if not self.api_keys and not self.allow_anonymous and not self.local:
