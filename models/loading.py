@@ -13,6 +13,7 @@ from pipelined.stage import ModelInfo
 
 from .checkpoint import read_checkpoint
 from .locate import locate
+from .shapes import active_elements, shapes
 from .support import supported, text_config
 
 if TYPE_CHECKING:
@@ -59,7 +60,10 @@ def inspect_model(ref: str, options: LoadOptions, family: str) -> ModelInfo:
     weights = _dummy_weights(config, path) if options.load_format == "dummy" else _stored_weights(path)
     dtype = _dtype(options, config, weights)
     _check_layers(path, weights, layers)
-    sizes = _Sizes.of(weights.elements, layers, DTYPES[dtype], tied=bool(getattr(config, "tie_word_embeddings", False)))
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    sizes = _Sizes.of(weights.elements, layers, DTYPES[dtype], tied=tied)
+    active = _Sizes.of(dict(active_elements(weights.elements, text)), layers, DTYPES[dtype], tied=tied)
+    shape = shapes(text, layers)
     return ModelInfo(
         ref=ref,
         path=str(path),
@@ -79,6 +83,11 @@ def inspect_model(ref: str, options: LoadOptions, family: str) -> ModelInfo:
         tokenizer=str(path) if any((path / name).is_file() for name in _TOKENIZER_FILES) else "",
         fingerprint=_fingerprint(config, weights, dtype),
         options=options,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        attention_width=shape.attention_width,
+        windows=shape.windows,
+        active_bytes=active.layers if active.layers != sizes.layers else (),
     )
 
 

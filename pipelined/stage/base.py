@@ -64,6 +64,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         tokenizer: Path or name that the tokenizer is loaded from; "" if the model has none.
         fingerprint: Identifies weights and configuration.
         options: As given.
+        heads: Query heads of a layer; 0: unknown. kv_heads: of keys and values, 1 where they are one latent.
+        attention_width: Numbers that the attention of a layer multiplies for each pair of tokens, once for the scores
+            and once for the values; 0: unknown.
+        windows: Of each layer the tokens that it attends to, 0: all; empty: all of all layers.
+        active_bytes: Weight bytes of each layer that a token uses, where experts make them fewer; empty: all.
     """
 
     ref: str
@@ -84,6 +89,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str = ""
     fingerprint: str = ""
     options: LoadOptions = LoadOptions()
+    heads: int = 0
+    kv_heads: int = 0
+    attention_width: int = 0
+    windows: tuple[int, ...] = ()
+    active_bytes: tuple[int, ...] = ()
 
 
 class StageContext(Protocol):
