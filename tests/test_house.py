@@ -34,6 +34,8 @@ OWN_TASKS = {
     "pipelined/rank/host.py": "closes a rank that failed to the end, whatever cancels it meanwhile",
     "pipelined/testing/fuzz/play.py": "plays users who go away: holds their tasks and awaits them",
     "pipelined/pipeline/worlds.py": "the supervisor of ranks that are tasks: holds and awaits them",
+    "pipelined/pipeline/process_world.py": "what a thread makes must be known to be ended, whatever cancels the wait",
+    "pipelined/llm/epochs.py": "recovers beside whoever opened the engine: holds the task and awaits it",
 }
 """Where tasks are made outside of a task group."""
 

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipelined.llm.config import EngineConfig
-    from pipelined.llm.engine import AsyncLLM, inspect_model
+    from pipelined.llm.describing import inspect_model
+    from pipelined.llm.engine import AsyncLLM
+    from pipelined.llm.epochs import EngineState
     from pipelined.llm.offline import LLM
     from pipelined.llm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
@@ -19,6 +21,7 @@ __all__ = [
     "AsyncLLM",
     "CompletionOutput",
     "EngineConfig",
+    "EngineState",
     "Logprob",
     "RequestMetrics",
     "RequestOutput",
@@ -29,5 +32,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'pipelined.llm' has no attribute {name!r}")
-    home = {"LLM": "offline", "AsyncLLM": "engine", "inspect_model": "engine", "EngineConfig": "config"}
+    home = {
+        "LLM": "offline",
+        "AsyncLLM": "engine",
+        "inspect_model": "describing",
+        "EngineConfig": "config",
+        "EngineState": "epochs",
+    }
     return getattr(import_module(f"pipelined.llm.{home.get(name, 'outputs')}"), name)

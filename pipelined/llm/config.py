@@ -41,6 +41,11 @@ class EngineConfig:
         depth: Steps in flight beyond one a stage.
         step_timeout_s: Floor of every deadline on a rank that owes work.
         setup_timeout_s: All ranks must be ready within this time.
+        heartbeat_bound_s: A rank whose loop is silent for so long counts as lost.
+        recover: Begin a new epoch when a rank is lost, and go on with every request, instead of failing them all.
+        max_restarts: More losses than that within `restart_window_s`, without a token between them, end the engine. A
+            request during which the pipeline was lost as often, without a token of its own between, fails.
+        restart_window_s: See `max_restarts`.
     """
 
     model: str
@@ -67,6 +72,10 @@ class EngineConfig:
     depth: int = 2
     step_timeout_s: float = 300.0
     setup_timeout_s: float = 600.0
+    heartbeat_bound_s: float = 15.0
+    recover: bool = False
+    max_restarts: int = 3
+    restart_window_s: float = 60.0
 
     def __post_init__(self) -> None:
         for name in ("pp_size", "page_size", "max_running_requests", "depth"):
@@ -76,7 +85,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} is out of range; expected 1 or more")
-        for name in ("step_timeout_s", "setup_timeout_s"):
+        if self.max_restarts < 1:
+            raise ConfigError(f"max_restarts={self.max_restarts} is out of range; expected 1 or more, or recover=False")
+        for name in ("step_timeout_s", "setup_timeout_s", "heartbeat_bound_s", "restart_window_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} is out of range; expected more than 0")
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.page_size:

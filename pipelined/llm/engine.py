@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-import dataclasses
+import asyncio
 import itertools
 import operator
 from collections.abc import Sequence
 from functools import cached_property
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from pipelined.clock import off_loop
-from pipelined.errors import ConfigError, InvalidRequestError, ModelError, PipelinedError, TransportError, nearest
+from pipelined.errors import (
+    ConfigError,
+    EngineClosedError,
+    InvalidRequestError,
+    PipelinedError,
+    RankLostError,
+    nearest,
+)
 from pipelined.llm.config import EngineConfig
+from pipelined.llm.describing import config_of, describe_ranks, inspect_model
+from pipelined.llm.epochs import EngineState, Epochs, Restarts
 from pipelined.llm.partition import partition_layers
 from pipelined.llm.requests import LiveRequest, with_seed
 from pipelined.llm.text import Tokenizer
 from pipelined.messages import Cancel, Outputs, SamplingParams
-from pipelined.pipeline import Driver, ProcessWorld, TaskWorld, World
-from pipelined.rank import LinkPlan, RankConfig
-from pipelined.rank.description import FAMILIES, ModelPart, PlannerRef, RankDescription
+from pipelined.pipeline import ProcessWorld, TaskWorld, World
+from pipelined.rank import LinkPlan
 from pipelined.scheduler import Scheduler, SchedulerConfig
-from pipelined.stage import DEVICES, LoadOptions, ModelInfo
+from pipelined.stage import DEVICES
 from pipelined.trace import Span
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable
 
     from pipelined.llm.outputs import RequestOutput
+    from pipelined.pipeline import Driver
+    from pipelined.rank.description import RankDescription
 
 __all__ = ["AsyncLLM", "Prompt", "inspect_model"]
 
@@ -37,29 +44,6 @@ Prompt = str | Sequence[int]
 """Text, or token ids."""
 
 _ENCODE_INLINE_CHARACTERS = 4_000
-
-
-def inspect_model(config: EngineConfig) -> ModelInfo:
-    """What is known of the model before anything is spawned.
-
-    Raises:
-        ModelError: No family knows it, or it cannot be used; says why.
-    """
-    options = LoadOptions(
-        dtype=config.dtype,
-        load_format=config.load_format,
-        context_length=config.context_length,
-        trust_remote_code=config.trust_remote_code,
-        page_size=config.page_size,
-        kv_cache_tokens=config.kv_cache_tokens,
-    )
-    points = sorted(entry_points(group=FAMILIES), key=lambda point: (point.name == "hf", point.name))
-    for point in points:  # the Hugging Face family comes last: it claims whatever could be a hub id
-        found = point.load()()
-        if found.claims(config.model):
-            info: ModelInfo = found.inspect(config.model, options)
-            return info
-    raise ModelError(f"no model family knows {config.model!r}; installed: {', '.join(p.name for p in points)}")
 
 
 class AsyncLLM:
@@ -72,6 +56,14 @@ class AsyncLLM:
                 print(output.outputs[0].text)
 
     What can be refused without the ranks is refused by the constructor and by `check`, before anything is spawned.
+
+    With `recover=True` a rank that is lost ends nothing: the others keep their weights, it begins anew, and every
+    request is computed again from its prompt and what was delivered of it. Its tokens, counts and log-probabilities go
+    on as if nothing had happened; new requests wait meanwhile. See `state`.
+
+    Attributes:
+        on_state: Called with the state whenever it has changed.
+        on_progress: Called with a rank and what it says of its set-up.
     """
 
     def __init__(self, model: str | EngineConfig, *, world: World | None = None, **settings: Any) -> None:
@@ -80,7 +72,7 @@ class AsyncLLM:
         Raises:
             ConfigError: The model, the partition or a setting cannot be.
         """
-        self.config = model if isinstance(model, EngineConfig) else _config(model, settings)
+        self.config = model if isinstance(model, EngineConfig) else config_of(model, settings)
         kind = self.config.device.partition(":")[0]
         if kind not in DEVICES:
             raise ConfigError(f"unknown device {self.config.device!r}{nearest(kind, DEVICES)}")
@@ -107,9 +99,12 @@ class AsyncLLM:
         self._processes = world.processes if world is not None else self.config.workers == "process"
         transport = self.config.transport or ("shm://" if self._processes else "memory://")
         self._links = LinkPlan.choose(transport, processes=self._processes)
-        self._driver: Driver | None = None
+        self._epochs: Epochs | None = None
+        self.on_state: Callable[[EngineState], None] = lambda _: None
+        self.on_progress: Callable[[int, str], None] = lambda _rank, _what: None
         self._live: dict[str, LiveRequest] = {}
         self._keys = itertools.count()
+        self._emptied = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"<AsyncLLM {self.info.ref} {self.config.pp_size} stages {len(self._live)} requests>"
@@ -122,11 +117,17 @@ class AsyncLLM:
     @property
     def kv_tokens(self) -> int:
         """Tokens that the KV cache holds: known once the ranks have agreed."""
-        return (self._open().capacity or 0) * self.config.page_size
+        capacity = self._running().capacity
+        return (capacity or 0) * self.config.page_size
+
+    @property
+    def state(self) -> EngineState:
+        """How it is doing; may be asked at any time."""
+        return self._epochs.state if self._epochs is not None else EngineState()
 
     def now(self) -> float:
         """Seconds of the clock that the traces of all ranks share."""
-        return self._open().clock.now()
+        return self._running().world.clock.now()
 
     # ---- life ----
 
@@ -137,46 +138,65 @@ class AsyncLLM:
             PipelinedError: A rank could not; names it.
         """
         world = self._world or (ProcessWorld() if self._processes else TaskWorld())
-        driver = Driver(self._descriptions(), world, on_outputs=self._hear)
-        await driver.__aenter__()
-        driver.failure.add_done_callback(lambda failure: self._fail_all(failure.result()))
-        self._driver = driver
+        restarts = Restarts(self.config.max_restarts, self.config.restart_window_s) if self.config.recover else None
+        epochs = self._epochs = Epochs(
+            world, self._descriptions, restarts, on_outputs=self._hear, on_ready=self._resume, on_end=self._fail_all
+        )
+        epochs.on_state = lambda state: self.on_state(state)
+        world.on_progress(lambda rank, what: self.on_progress(rank, what))
+        try:
+            await epochs.start()
+        except BaseException:
+            self._epochs = None
+            raise
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         """Stop the ranks; what is unfinished fails with `EngineClosedError`."""
-        driver, self._driver = self._driver, None
-        if driver is not None:
-            await driver.__aexit__(*exc)
+        epochs, self._epochs = self._epochs, None
+        if epochs is not None:
+            await epochs.close()
 
-    def _descriptions(self) -> list[RankDescription]:
-        config = self.config
-        planner = PlannerRef("pipelined.scheduler:from_json", msgspec.json.encode(self.scheduling).decode())
-        return [
-            RankDescription(
-                config=RankConfig(
-                    pipeline="llm",
-                    rank=rank,
-                    size=config.pp_size,
-                    window=config.pp_size + config.depth,
-                    step_timeout_s=config.step_timeout_s,
-                    setup_timeout_s=config.setup_timeout_s,
-                ),
-                links=self._links,
-                device=config.device,
-                threads=config.threads,
-                part=ModelPart(self.info, layers),
-                planner=planner if rank == 0 else None,
-            )
-            for rank, layers in enumerate(self.layers)
-        ]
+    def _descriptions(self, epoch: int, capacity: int | None) -> list[RankDescription]:
+        """Of an epoch, after one in which the ranks had agreed on `capacity`."""
+        return describe_ranks(
+            self.config, self.info, self.layers, self.scheduling, self._links, epoch=epoch, capacity=capacity
+        )
+
+    def _running(self) -> Epochs:
+        if self._epochs is None:
+            raise ConfigError("the engine is not running; use `async with AsyncLLM(...) as llm:`")
+        return self._epochs
 
     def _open(self) -> Driver:
-        if self._driver is None:
-            raise ConfigError("the engine is not running; use `async with AsyncLLM(...) as llm:`")
-        if self._driver.failure.done():
-            raise self._driver.failure.result()
-        return self._driver
+        """The driver of an epoch that stands.
+
+        Raises:
+            ConfigError: The engine is not running.
+            PipelinedError: The pipeline is lost, and the reason.
+        """
+        epochs = self._running()
+        if epochs.end is not None:
+            raise epochs.end
+        driver = epochs.driver
+        if driver is None:
+            raise EngineClosedError("the engine is not ready yet")
+        if driver.failure.done():
+            raise driver.failure.result()
+        return driver
+
+    def _admitting(self) -> Epochs:
+        """Whoever takes requests now: they may have to wait for an epoch.
+
+        Raises:
+            ConfigError, PipelinedError: Nobody does.
+        """
+        epochs = self._running()
+        if epochs.draining:
+            raise EngineClosedError("the engine is about to stop and takes no new requests")
+        if not epochs.recovers or not epochs.state.serves:
+            self._open()
+        return epochs
 
     # ---- requests ----
 
@@ -201,7 +221,8 @@ class AsyncLLM:
         if len(tokens) >= self.info.context_length:
             raise InvalidRequestError(
                 f"the prompt has {len(tokens)} tokens; with one of output, the context of {self.info.context_length} "
-                f"leaves room for {self.info.context_length - 1}"
+                f"leaves room for {self.info.context_length - 1}",
+                code="context_length_exceeded",
             )
         capacity = self.config.kv_cache_tokens
         if capacity is not None and len(tokens) >= capacity:
@@ -221,7 +242,7 @@ class AsyncLLM:
             NonFiniteError, StageError: It failed on a rank. Likewise.
             PipelinedError: The pipeline cannot go on.
         """
-        driver = self._open()
+        self._admitting()
         params = with_seed(params or SamplingParams())
         text = prompt if isinstance(prompt, str) else None
         if len(prompt) > _ENCODE_INLINE_CHARACTERS:
@@ -232,19 +253,20 @@ class AsyncLLM:
         request_id = request_id if request_id is not None else f"request-{key}"
         if self._named(request_id) is not None:
             raise InvalidRequestError(f"request id {request_id!r} is in use")
-        live = LiveRequest(request_id, text, tokens, params, self.tokenizer, driver.clock.now(), key)
+        epochs = self._admitting()
+        live = LiveRequest(request_id, text, tokens, params, self.tokenizer, epochs.world.clock.now(), key)
         self._live[key] = live
         try:
-            for message in live.messages(self.info.eos_token_ids):
-                await driver.tell(message)
+            self._submit(live)
             while not live.output.finished:
                 await live.changed()
                 yield live.output
         finally:
             del self._live[key]
-            if not driver.failure.done():
-                for sub_id in live.unfinished():
-                    await self._cancel(sub_id)
+            if not self._live:
+                self._emptied.set()
+            for sub_id in live.unfinished():
+                self._cancel(sub_id)
 
     async def complete(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
         """Complete a prompt; returns the finished output. Raises as `generate` does."""
@@ -254,28 +276,64 @@ class AsyncLLM:
     async def abort(self, request_id: str) -> None:
         """End a request; its output finishes with reason "abort". Unknown ids are ignored."""
         live = self._named(request_id)
-        for sub_id in live.unfinished() if live else ():
-            await self._cancel(sub_id)
+        if live is None:
+            return
+        if self._epochs is not None and self._epochs.live is not None:
+            for sub_id in live.unfinished():
+                self._cancel(sub_id)
+        else:  # between two epochs: nobody else works on it
+            live.abort(self.now())
+
+    async def drain(self) -> None:
+        """Take no more requests, and wait for those that run. Call it before leaving, to finish what was promised."""
+        self._running().drain()
+        while self._live:
+            self._emptied.clear()
+            await self._emptied.wait()
 
     def _named(self, request_id: str) -> LiveRequest | None:
         return next((live for live in self._live.values() if live.id == request_id), None)
 
-    async def _cancel(self, sub_id: str) -> None:
-        try:
-            await self._open().tell(Cancel(sub_id))
-        except (ConfigError, PipelinedError, TransportError):
-            return  # the pipeline is over, and the request with it
+    def _submit(self, live: LiveRequest) -> None:
+        """Ask rank 0 for whatever is missing of it; between two epochs it waits for `_resume`."""
+        driver = self._epochs.live if self._epochs is not None else None
+        if driver is not None:
+            live.submitted = True
+            for message in live.messages(self.info.eos_token_ids):
+                driver.tell_nowait(message)
+
+    def _cancel(self, sub_id: str) -> None:
+        driver = self._epochs.live if self._epochs is not None else None
+        if driver is not None:
+            driver.tell_nowait(Cancel(sub_id))
 
     def _hear(self, outputs: Outputs) -> None:
-        driver = self._driver
-        if driver is None:
+        epochs = self._epochs
+        if epochs is None:
             return
-        now_s = driver.clock.now()
+        now_s = epochs.world.clock.now()
         for news in outputs.outputs:
             key, _, choice = news.id.rpartition("/")
             live = self._live.get(key)
-            if live is not None and live.hear(int(choice), news, now_s):
-                driver.tell_nowait(Cancel(news.id))
+            if live is None:
+                continue
+            if news.tokens:
+                epochs.progressed()
+            if live.hear(int(choice), news, now_s):
+                self._cancel(news.id)
+
+    def _resume(self) -> None:
+        """A new epoch has begun: everything that is not finished is asked for again, in the order of arrival."""
+        for live in tuple(self._live.values()):
+            if live.error is not None or live.output.finished:
+                continue
+            if live.submitted:
+                live.losses += 1
+            if live.losses < self.config.max_restarts:
+                self._submit(live)
+            else:
+                text = f"the pipeline was lost {live.losses} times while it worked on this request"
+                live.fail(RankLostError(text))
 
     def _fail_all(self, error: PipelinedError) -> None:
         for live in self._live.values():
@@ -303,14 +361,3 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
     except TypeError:
         wrong = next(token for token in prompt if not hasattr(token, "__index__"))
         raise InvalidRequestError(f"token id {wrong!r} is no whole number; expected text, or a list of them") from None
-
-
-def _config(model: str, settings: dict[str, Any]) -> EngineConfig:
-    known = {field.name for field in dataclasses.fields(EngineConfig)}
-    for name in settings:
-        if name not in known:
-            raise ConfigError(f"unknown setting {name!r}{nearest(name, known)}")
-    partition = settings.get("layer_partition")
-    if partition is not None:
-        settings = {**settings, "layer_partition": tuple(partition)}
-    return EngineConfig(model=model, **settings)

@@ -11,11 +11,11 @@ import msgspec
 from pipelined.llm.outputs import CompletionOutput, RequestOutput, logprobs_of, prompt_logprobs_of
 from pipelined.llm.text import TextStream
 from pipelined.messages import Request, pack_tokens, unpack_tokens
+from pipelined.messages import RequestOutput as News
 
 if TYPE_CHECKING:
     from pipelined.errors import PipelinedError
     from pipelined.llm.text import Tokenizer
-    from pipelined.messages import RequestOutput as News
     from pipelined.messages import SamplingParams, TokenLogprob
 
 __all__ = ["LiveRequest", "with_seed"]
@@ -27,7 +27,14 @@ def with_seed(params: SamplingParams) -> SamplingParams:
 
 
 class LiveRequest:
-    """Turns news from rank 0 into a `RequestOutput` that grows."""
+    """Turns news from rank 0 into a `RequestOutput` that grows.
+
+    It is also the record by which a request goes on after a loss: its prompt, and what was delivered of it.
+
+    Attributes:
+        submitted: Whether rank 0 was ever asked.
+        losses: How often the pipeline was lost since the last token of it.
+    """
 
     def __init__(
         self,
@@ -45,9 +52,12 @@ class LiveRequest:
         self.params = params
         self.output = RequestOutput(request_id, prompt, token_ids, [CompletionOutput(i) for i in range(params.n)])
         self.error: PipelinedError | None = None
+        self.submitted = False
+        self.losses = 0
         self._tokenizer = tokenizer
         self._submitted_s = now_s
         self._streams = [TextStream(tokenizer, params.stop) for _ in range(params.n)]
+        self._preempted = 0
         self._changed = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -59,10 +69,22 @@ class LiveRequest:
         return f"{self.key}/{choice}"
 
     def messages(self, eos: tuple[int, ...]) -> list[Request]:
-        """What rank 0 is asked: a sequence a continuation."""
+        """What rank 0 is asked: a sequence for each continuation that is not finished, with what there is of it."""
         tokens = pack_tokens(self.output.prompt_token_ids)
         eos = () if self.params.ignore_eos else eos
-        return [Request(self.sub_id(i), tokens, self.params, choice=i, eos=eos) for i in range(self.params.n)]
+        self._preempted = self.output.metrics.preemptions
+        return [
+            Request(
+                self.sub_id(choice.index),
+                tokens,
+                self.params,
+                choice=choice.index,
+                eos=eos,
+                generated=pack_tokens(choice.token_ids),
+            )
+            for choice in self.output.outputs
+            if not choice.finished
+        ]
 
     def unfinished(self) -> list[str]:
         """Sub-ids that rank 0 still works on."""
@@ -87,7 +109,9 @@ class LiveRequest:
         if choice == 0:
             metrics.cached_tokens = max(metrics.cached_tokens, news.cached_tokens)
             metrics.chunks.extend(news.chunks[len(metrics.chunks) :])
-        metrics.preemptions = max(metrics.preemptions, news.preemptions)
+        metrics.preemptions = max(metrics.preemptions, self._preempted + news.preemptions)
+        if tokens:
+            self.losses = 0
         for index, token in enumerate(tokens):
             mine.token_ids.append(token)
             if index < len(news.logprobs):
@@ -117,6 +141,12 @@ class LiveRequest:
             self.output.finished = True
             self.output.metrics.e2e_s = now_s - self._submitted_s
         self._changed.set()
+
+    def abort(self, now_s: float) -> None:
+        """Its owner ends it while nobody works on it."""
+        for choice in self.output.outputs:
+            if not choice.finished:
+                self.hear(choice.index, News(self.sub_id(choice.index), finish_reason="abort"), now_s)
 
     def fail(self, error: PipelinedError) -> None:
         """It ends with an error."""

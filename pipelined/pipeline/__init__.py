@@ -3,6 +3,7 @@
 from pipelined.pipeline.custom import Pipeline
 from pipelined.pipeline.driver import Driver
 from pipelined.pipeline.fifo import FifoPlanner
-from pipelined.pipeline.worlds import ProcessWorld, TaskWorld, World
+from pipelined.pipeline.process_world import ProcessWorld
+from pipelined.pipeline.worlds import TaskWorld, World
 
 __all__ = ["Driver", "FifoPlanner", "Pipeline", "ProcessWorld", "TaskWorld", "World"]

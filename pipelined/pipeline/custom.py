@@ -15,7 +15,8 @@ from pipelined.pipeline.driver import Driver
 from pipelined.pipeline.fifo import FifoPlanner
 from pipelined.pipeline.owed import Owed, own_copy
 from pipelined.pipeline.payload_stage import as_stage
-from pipelined.pipeline.worlds import ProcessWorld, TaskWorld, World
+from pipelined.pipeline.process_world import ProcessWorld
+from pipelined.pipeline.worlds import TaskWorld, World
 from pipelined.rank import LinkPlan, RankConfig
 from pipelined.rank.deadlines import Deadlines
 from pipelined.rank.description import RankDescription

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,6 @@ from pipelined.errors import (
     PipelinedError,
     RankLostError,
     TransportError,
-    WouldBlock,
 )
 from pipelined.messages import (
     DRIVER,
@@ -37,11 +35,13 @@ from pipelined.messages import (
     Stop,
     ToRank,
 )
+from pipelined.pipeline.blame import Blame
+from pipelined.pipeline.outbox import Outbox
 from pipelined.pipeline.receipts import DriverReceipts
 from pipelined.rank import open_links
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from pipelined.pipeline.worlds import World
@@ -55,13 +55,8 @@ __all__ = ["Driver"]
 HEARTBEAT_S = 1.0
 """At most; sooner where the bound asks for it."""
 
-_BLAME_S = 0.1
-"""Losing one rank makes its neighbours fail within moments: wait that long before deciding which was first."""
-
 _SAID_S = 2.0
 """The world tells of a rank that ended within this time after its links broke."""
-
-_BLAME_TRIES = 14
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode
@@ -85,13 +80,16 @@ class Driver:
         stages: Sequence[Stage | None] | None = None,
         planner: Planner | None = None,
         on_outputs: Callable[[Outputs], None] | None = None,
+        lost: Collection[int] | None = None,
     ) -> None:
+        """Args: lost: in a later epoch, ranks that must begin anew; None: it is the first."""
         first = descriptions[0]
         self._descriptions = descriptions
         self._world = world
         self._stages = stages or [None] * len(descriptions)
         self._planner = planner
         self._on_outputs = on_outputs or (lambda _: None)
+        self._lost = lost
         self.config = dataclasses.replace(first.config, rank=DRIVER)
         self.clock = world.clock
         self.capacity: int | None = None
@@ -100,17 +98,16 @@ class Driver:
         self._group: asyncio.TaskGroup
         self._open: AbstractAsyncContextManager[Links] | None = None
         self._started: asyncio.Future[None]
-        self._ends: dict[int, BaseException | None] = {}
         self._stopping = False
+        self._parted = False
         self._queries: dict[int, asyncio.Future[list[Any]]] = {}
         self._bodies: dict[int, list[Any]] = {}
         self._numbers = itertools.count()
         self._receipts = DriverReceipts(self.config.step_timeout_s)
         self._heard_s: dict[int, float] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._outbox: deque[bytes] = deque()
-        self._outbox_filled = asyncio.Event()
-        self._outbox_empty = asyncio.Event()
+        self._outbox = Outbox(self._receipts)
+        self._blame = Blame(self.clock, self.config.size, self._stage_name, self.lose)
 
     def __repr__(self) -> str:
         state = "failed" if self.failure.done() else "open"
@@ -122,13 +119,14 @@ class Driver:
         """Start the ranks and wait until all are ready.
 
         Raises:
-            PipelinedError: A rank could not set up, died, or was not ready in time.
+            PipelinedError: A rank could not set up, died, or was not ready in time. Nothing is left then, but in a
+                later epoch: there the other ranks wait for another one.
         """
         loop = asyncio.get_running_loop()
         self.failure, self._started = loop.create_future(), loop.create_future()
         self._world.on_end(self._rank_ended)
         try:
-            await self._world.start(self._descriptions, self._stages, self._planner)
+            await self._world.start(self._descriptions, self._stages, self._planner, lost=self._lost or ())
             await self._unless_lost(self._connect())
             self._group = await asyncio.TaskGroup().__aenter__()
             self._spawn(self._read_news(), "news")
@@ -138,7 +136,7 @@ class Driver:
             await self._unless_lost(self._started)
             self._spawn(self._heartbeat(), "heartbeat")
         except BaseException:
-            await self._end(clean=False)
+            await (self._end(clean=False) if self._lost is None else self.part())
             raise
         return self
 
@@ -183,17 +181,29 @@ class Driver:
             raise self.failure.result()
         await task
 
+    async def part(self) -> None:
+        """Let go of an epoch that is over, and not of the ranks: those that live wait for the next one."""
+        self._stopping = self._parted = True
+        self.lose(EngineClosedError("the epoch is over"))
+        error = self.failure.result()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await self._group.__aexit__(None, None, None)
+            self._tasks.clear()
+        if self._open is not None:
+            opened, self._open = self._open, None
+            await opened.__aexit__(type(error), error, error.__traceback__)  # at once: nothing is flushed
+
     async def _end(self, *, clean: bool) -> None:
         self._stopping = True
         grace_s = 0.0
         if clean:
             grace_s = 10.0
             try:
-                self._outbox_empty.clear()
                 self._send(Stop(self._descriptions[0].epoch))
-                if self._outbox:
-                    async with self.clock.timeout(grace_s):
-                        await self._outbox_empty.wait()
+                async with self.clock.timeout(grace_s):
+                    await self._outbox.emptied()
             except (TransportError, TimeoutError):
                 grace_s = 0.0
         for task in self._tasks:
@@ -214,34 +224,8 @@ class Driver:
     def _rank_ended(self, rank: int, error: BaseException | None) -> None:
         if self._stopping and (error is None or isinstance(error, RankLostError)):
             return  # told to, or ended because it did not
-        self._ends[rank] = error
-        if len(self._ends) == 1:
-            self.clock.call_at(self.clock.now() + _BLAME_S, self._blame, _BLAME_TRIES)
-
-    def _blame(self, tries: int) -> None:
-        """Of the ranks that ended at about the same time, the one that did not merely lose a neighbour."""
-
-        def innocence(end: tuple[int, BaseException | None]) -> tuple[int, int]:
-            rank, error = end
-            if isinstance(error, RankLostError):
-                return (0, rank)
-            if error is None or isinstance(error, TransportError):
-                return (2, rank)
-            return (1, rank)
-
-        rank, error = end = min(self._ends.items(), key=innocence)
-        if tries and not self.failure.done() and innocence(end)[0] == 2 and len(self._ends) < self.config.size:
-            # Only neighbours so far: the cause may be in a rank that still closes.
-            self.clock.call_at(self.clock.now() + _BLAME_S, self._blame, tries - 1)
-            return
-        if error is None:
-            self.lose(RankLostError("ended before it was told to", rank=rank, stage=self._stage_name(rank)))
-        elif isinstance(error, RankLostError):
-            self.lose(RankLostError(error.reason, rank=rank, stage=self._stage_name(rank)))
-        elif isinstance(error, PipelinedError):
-            self.lose(error)
-        else:
-            self.lose(RankLostError(f"{type(error).__name__}: {error}", rank=rank, stage=self._stage_name(rank)))
+        if not self._parted:
+            self._blame.ended(rank, error)
 
     def _stage_name(self, rank: int) -> str:
         stage = self._stages[rank]
@@ -252,6 +236,7 @@ class Driver:
 
     def lose(self, error: PipelinedError) -> None:
         """The pipeline cannot go on because of `error`; the first one counts."""
+        self._blame.over = True
         if not self.failure.done():
             self.failure.set_result(error)
 
@@ -279,31 +264,13 @@ class Driver:
             self._send(message)
 
     def _send(self, message: ToRank) -> None:
-        """At once if there is a credit; else it queues: any number of tasks may tell, and a link has one waiter."""
         assert self.links.requests is not None
-        frame = _encode(message)
-        if not self._outbox:
-            try:
-                self.links.requests.send_nowait(frame)
-            except WouldBlock:
-                pass
-            else:
-                self._receipts.sent += 1
-                return
-        self._outbox.append(frame)
-        self._outbox_filled.set()
+        self._outbox.put(message, self.links.requests)
 
     async def _empty_outbox(self) -> None:
         assert self.links.requests is not None
         try:
-            while True:
-                await self._outbox_filled.wait()
-                while self._outbox:
-                    await self.links.requests.send(self._outbox[0])
-                    self._outbox.popleft()
-                    self._receipts.sent += 1
-                self._outbox_filled.clear()
-                self._outbox_empty.set()
+            await self._outbox.serve(self.links.requests)
         except TransportError as error:
             await self._unreachable(0, error)
 

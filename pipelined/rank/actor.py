@@ -61,7 +61,10 @@ class Rank:
         self.clock = clock
         self.planner = planner
         self.tracer = tracer or Tracer()
+        self.announce: Callable[[str], None] = lambda _: None
         self._is_set_up = False
+        self._sound = False
+        self._capacity: int | None = None
 
     def __repr__(self) -> str:
         return f"<Rank {self.config.rank}/{self.config.size} {self.stage.name}>"
@@ -99,6 +102,15 @@ class Rank:
             await self._serve(core)
             task.cancel()
 
+    @property
+    def sound(self) -> bool:
+        """Whether the stage was set up well, so that another epoch may have it."""
+        return self._sound
+
+    async def settle(self) -> None:
+        """Wait until the device has nothing left of an epoch that is over. Takes as long as its work does."""
+        await fired(self.device.launch(lambda: None).event)
+
     async def aclose(self, timeout_s: float = 10.0) -> None:
         """Tear the stage down and stop the device.
 
@@ -135,14 +147,24 @@ class Rank:
             torch_device=self.device.torch_device,
             links=core.links,
         )
-        setup = self.stage.reset if self._is_set_up else lambda: self.stage.setup(context)
-        self._is_set_up = True
-        agreed = await self._agree(core, await self._ready_in_time(core, setup))
+        began_s, again, self._is_set_up = self.clock.now(), self._is_set_up, True
+        self.announce(f"{self.stage.name}: {'starts anew' if again else 'loads'}")
+        ready = await self._ready_in_time(core, lambda: self._set_up(context, again=again))
+        self.announce(f"{self.stage.name}: ready after {self.clock.now() - began_s:.1f} s")
+        agreed = await self._agree(core, ready)
         await self._agree(core, await self._ready_in_time(core, lambda: self.stage.start(agreed)))
         if self.planner is not None:
             self.planner.start(core.epoch, agreed)
             assert core.links.news is not None
             await core.links.news.send(_encode(Started(core.epoch, agreed)))
+
+    def _set_up(self, context: RankContext, *, again: bool) -> int | None:
+        if again:
+            self.stage.reset()
+        else:
+            self._capacity = self.stage.setup(context)
+        self._sound = True
+        return self._capacity
 
     async def _ready_in_time(self, core: Core, work: Callable[[], Any]) -> Ready:
         """Rank 0 watches the others' time, and here its own."""
@@ -164,6 +186,7 @@ class Rank:
         try:
             capacity = await self._on_device(work)
         except Exception as error:  # noqa: BLE001 - the stage's own code: reported to the driver
+            self._sound = False
             info = stage_error(error, rank=config.rank, stage=self.stage.name)
             if isinstance(error, ConfigError):  # whoever asked for it can mend it, and knows it by its class
                 place = f"rank {config.rank}, stage {self.stage.name}"

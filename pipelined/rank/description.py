@@ -46,6 +46,7 @@ class RankDescription(msgspec.Struct, frozen=True, kw_only=True):
         part: The model part to build; None where the stage comes as an object.
         planner: For rank 0; None where it comes as an object, and for other ranks.
         trace_spans: Capacity of the trace's ring buffer.
+        linger_s: A rank that loses its epoch keeps its stage and waits so long for the next; 0: it ends.
     """
 
     config: RankConfig
@@ -58,6 +59,7 @@ class RankDescription(msgspec.Struct, frozen=True, kw_only=True):
     part: ModelPart | None = None
     planner: PlannerRef | None = None
     trace_spans: int = 65_536
+    linger_s: float = 0.0
 
 
 def family(name: str) -> ModelFamily:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pipelined.clock import Clock, MonotonicClock
-from pipelined.errors import TransportError
+from pipelined.errors import PipelinedError, TransportError
 from pipelined.rank.actor import Rank
 from pipelined.rank.core import RankContext
 from pipelined.rank.description import family, make_planner
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pipelined.rank.description import RankDescription
+    from pipelined.rank.lifeline import Lifeline
     from pipelined.rank.planner import Planner
     from pipelined.stage import Device, Stage
 
@@ -38,8 +39,11 @@ async def run_rank(
     rendezvous: Rendezvous | None = None,
     clock: Clock | None = None,
     device: Callable[[Clock], Device] | None = None,
+    lifeline: Lifeline | None = None,
 ) -> None:
     """Open the links, run the rank until it is told to stop, tear down.
+
+    A rank whose description lets it linger outlives its epochs: it keeps its stage and runs the next.
 
     Args:
         description: What to run.
@@ -48,6 +52,7 @@ async def run_rank(
         rendezvous: Where peers find each other.
         clock: Real time unless given.
         device: Makes the device, given the clock.
+        lifeline: To the supervisor; None: the rank has one epoch.
 
     Raises:
         PipelinedError: The rank failed.
@@ -63,20 +68,41 @@ async def run_rank(
     if planner is None and description.planner is not None:
         planner = make_planner(description.planner)
     rank = Rank(config, stage, made, clock, planner, Tracer(description.trace_spans))
+    if lifeline is not None:
+        rank.announce = lifeline.announce
     try:
-        async with open_links(
-            config,
-            description.links,
-            epoch=description.epoch,
-            rendezvous=rendezvous or FileRendezvous(description.rendezvous),
-            clock=clock,
-            secret=description.secret,
-        ) as links:
-            await rank.run(links, description.epoch)
+        now: RankDescription | None = description
+        while now is not None:
+            now = await _epoch(rank, now, rendezvous, lifeline)
         await rank.aclose()
     except BaseException:
         await _close_failed(rank)
         raise
+
+
+async def _epoch(
+    rank: Rank, description: RankDescription, rendezvous: Rendezvous | None, lifeline: Lifeline | None
+) -> RankDescription | None:
+    """One epoch, to its end. Returns the description of the next, None if the rank was told to stop."""
+    try:
+        async with open_links(
+            description.config,
+            description.links,
+            epoch=description.epoch,
+            rendezvous=rendezvous or FileRendezvous(description.rendezvous),
+            clock=rank.clock,
+            secret=description.secret,
+        ) as links:
+            await rank.run(links, description.epoch)
+        return None
+    except Exception as error:
+        cause = root_cause(error)
+        if lifeline is None or not description.linger_s or not isinstance(cause, PipelinedError):
+            raise
+        await rank.settle()
+        if not rank.sound:
+            raise
+    return await lifeline.next(description, cause)
 
 
 async def _close_failed(rank: Rank) -> None:

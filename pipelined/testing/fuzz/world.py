@@ -22,7 +22,7 @@ from pipelined.stage.stream import StreamDevice
 from pipelined.transport import Topology
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from pipelined.clock import Clock
     from pipelined.messages import Request, RequestOutput, Step, StepResult
@@ -61,6 +61,7 @@ class FuzzWorld(TaskWorld):
         self._seen = [{"prefill": 0, "decode": 0} for _ in case.kills]
         self._hung: set[int] = set()
         self._killed: set[int] = set()
+        self._setups: list[Kill] = []
 
     def on_end(self, callback: Callable[[int, BaseException | None], None]) -> None:
         """See `World`. What a killed rank still says of itself, nobody hears."""
@@ -71,20 +72,33 @@ class FuzzWorld(TaskWorld):
         super().on_end(ended)
 
     async def start(
-        self, descriptions: Sequence[RankDescription], stages: Sequence[Stage | None], planner: Planner | None
+        self,
+        descriptions: Sequence[RankDescription],
+        stages: Sequence[Stage | None],
+        planner: Planner | None,
+        *,
+        lost: Collection[int] = (),
     ) -> None:
         """See `World`."""
-        build = family("toy").build
-        for description in descriptions:
-            config, part = description.config, description.part
-            assert part is not None
-            context = RankContext(config.rank, config.size, Topology(pp=config.size), _cpu())
-            self.stages[config.rank] = WatchedStage(build(part.info, part.layers, context), config.rank, self)
-        self.planner = WatchedPlanner(self.case, self.journal, descriptions[0])
-        await super().start(descriptions, [self.stages[d.config.rank] for d in descriptions], self.planner)
+        await super().start(descriptions, stages, planner, lost=lost)
+        self.journal.note(f"epoch {descriptions[0].epoch} begins")
         for kill in self.case.kills:
-            if kill.phase == "setup" and kill.count == 0:
+            if kill.phase == "setup" and kill.count == 0 and kill not in self._setups:
+                self._setups.append(kill)
                 self.end_later(kill)
+
+    def _spawn(self, description: RankDescription, stage: Stage | None, planner: Planner | None) -> None:
+        config, part = description.config, description.part
+        assert part is not None
+        context = RankContext(config.rank, config.size, Topology(pp=config.size), _cpu())
+        stage = self.stages[config.rank] = WatchedStage(
+            family("toy").build(part.info, part.layers, context), config.rank, self
+        )
+        if config.rank == 0:
+            planner = self.planner = WatchedPlanner(self.case, self.journal, description)
+        self._killed.discard(config.rank)
+        self._hung.discard(config.rank)
+        super()._spawn(description, stage, planner)
 
     def _make_device(self, rank: int, clock: Clock) -> Device:
         case = self.case
@@ -125,7 +139,7 @@ class FuzzWorld(TaskWorld):
         asyncio.get_running_loop().call_later(kill.delay_s, self._end, kill)
 
     def _end(self, kill: Kill) -> None:
-        if not self._tasks or self._tasks[kill.rank].done():
+        if kill.rank not in self._tasks or self._tasks[kill.rank].done():
             return
         (self._hung if kill.how == "hang" else self._killed).add(kill.rank)
         self.journal.strike(kill.how, kill.rank)
