@@ -15,13 +15,15 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-_COMMANDS = ("generate", "bench", "trace", "transports", "fuzz", "stages", "simulate", "replay")
+_COMMANDS = ("generate", "serve", "bench", "trace", "transports", "fuzz", "stages", "simulate", "replay")
 _INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `pipelined ARGUMENTS`; returns the exit code: 0, 2 for an error that was said in one line, 130 for Ctrl-C."""
+    argv = sys.argv[1:] if argv is None else argv
     arguments = _parser().parse_args(argv)
+    arguments.argv = list(argv)  # a command may read more options from a file
     try:
         code: int = arguments.run(arguments)
     except PipelinedError as error:

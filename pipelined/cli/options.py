@@ -27,9 +27,17 @@ def int_list(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 14,16") from None
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """The model and how to run it."""
-    parser.add_argument("model", metavar="MODEL", help="directory, hub id, .gguf file, or the alias smollm2")
+def add_engine_options(parser: argparse.ArgumentParser, *, model_may_come_later: bool = False) -> None:
+    """The model and how to run it.
+
+    Args:
+        parser: Gets them.
+        model_may_come_later: MODEL may be left out; `--model` (`later_model`) is another way to say it.
+    """
+    text = "directory, hub id, .gguf file, or the alias smollm2"
+    parser.add_argument("model", metavar="MODEL", nargs="?" if model_may_come_later else None, help=text)
+    if model_may_come_later:
+        parser.add_argument("--model", dest="later_model", metavar="MODEL", help="the same, for a configuration file")
     group = parser.add_argument_group("engine")
 
     def option(*names: str, help: str, **kwargs: Any) -> None:
@@ -140,6 +148,12 @@ def _add_chunking(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         default=absent,
         help="most tokens of a balanced micro-batch (default: 8192, or four chunks)",
+    )
+    group.add_argument(
+        "--profile",
+        metavar="FILE",
+        default=absent,
+        help="costs of the stages, as `pipelined profile` measured them on this set-up (default: learnt while serving)",
     )
     group.add_argument(
         "--target-itl-ms",

@@ -22,6 +22,7 @@ from pipelined.llm.config import EngineConfig
 from pipelined.llm.describing import config_of, describe_ranks, inspect_model
 from pipelined.llm.epochs import EngineState, Epochs, Restarts
 from pipelined.llm.partition import partition_layers
+from pipelined.llm.profiles import known_costs
 from pipelined.llm.requests import LiveRequest, with_seed
 from pipelined.llm.text import Tokenizer
 from pipelined.messages import Cancel, Outputs, SamplingParams
@@ -90,7 +91,7 @@ class AsyncLLM:
             smoothing_factor=self.config.smoothing_factor,
             max_micro_batch_tokens=self.config.most_tokens,
             target_itl_s=self.config.target_itl_s,
-            stage_costs=self.config.stage_costs,
+            stage_costs=known_costs(self.config, self.info, self.layers),
             max_running_requests=self.config.max_running_requests,
             radix_cache=not self.config.disable_radix_cache,
         )
@@ -283,6 +284,12 @@ class AsyncLLM:
                 self._cancel(sub_id)
         else:  # between two epochs: nobody else works on it
             live.abort(self.now())
+
+    def lose(self, error: PipelinedError) -> None:
+        """Whoever watches it has seen that the pipeline cannot go on: as if a rank had been lost (`error.rank`)."""
+        driver = self._epochs.live if self._epochs is not None else None
+        if driver is not None:
+            driver.lose(error)
 
     async def drain(self) -> None:
         """Take no more requests, and wait for those that run. Call it before leaving, to finish what was promised."""
