@@ -99,6 +99,18 @@ class Channel:
             self._scheduled = True
             self._loop.call_soon(self._write)
 
+    def send_now(self, kind: int, lane: int, body: bytes) -> None:
+        """Like `queue`, but it leaves before this returns where nothing else waits to leave: a peer is waiting."""
+        lone = not (self._scheduled or self._blocked or self._out or self._batches)
+        if self._closed or self._deaf:
+            return
+        if not lone:
+            self.queue(kind, lane, body)
+            return
+        self._out += (_pack_head(len(body), kind, lane), body)
+        self._scheduled = True
+        self._write()
+
     def queue_with_fd(self, fd: int, kind: int, lane: int, body: bytes) -> None:
         """Send a frame that a descriptor travels with. The descriptor is closed once it has left."""
         if self._closed or self._deaf:
@@ -144,11 +156,11 @@ class Channel:
         self._batches.append((fd, parts))
 
     def _write(self) -> None:
+        if self.before_write is not None and not (self._blocked or self._closed or self._deaf):
+            self.before_write()  # what it queues goes along
         self._scheduled = False
         if self._closed or self._deaf:
             return
-        if self.before_write is not None and not self._blocked:
-            self.before_write()
         if not self._batches and self._out_fd < 0 and self._write_small():
             return
         self._seal_batch()
@@ -273,7 +285,10 @@ class Channel:
                 self._parse_long()
         except ProtocolError as error:
             self._over(f"it broke the protocol: {error}")
-        return True
+        # A short read without descriptors took all there was, unless the end has come too.
+        return (
+            count == len(target) or bool(ancillary) or bool(self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+        )
 
     def _parse(self) -> None:
         at, have, view = 0, self._have, self._in_view

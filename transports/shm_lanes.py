@@ -134,7 +134,7 @@ class ShmMessages(MessageLane):
 
     def transmit(self, frame: bytes) -> None:
         """See `MessageLane`."""
-        self._channel.queue(_MESSAGE, self._number, frame)
+        self._channel.send_now(_MESSAGE, self._number, frame)
 
     def consumed(self) -> None:
         """See `MessageLane`."""
@@ -263,7 +263,7 @@ class ShmTensors(TensorLane):
             place = _SEGMENT.pack(segment.number, segment.size_bytes)
             channel.queue_with_fd(segment.take_fd(), Kind.SEGMENT, self.lane, place)
         place = _PLACE.pack(slot.number, segment.number, slot.offset, size_bytes)
-        channel.queue(_TENSOR, self._number, place + _encoder.encode(header))
+        channel.send_now(_TENSOR, self._number, place + _encoder.encode(header))
 
     def on_free(self, body: memoryview) -> None:
         """The peer has released slots.
