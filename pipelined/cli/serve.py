@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,17 +138,20 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.model:
         raise ConfigError("no model: give MODEL, or `model:` in the configuration file")
     try:
-        from pipelined.serving.run import serve
+        from pipelined.serving.front import set_up_logs
+        from pipelined.serving.run import listen, serve
+        from pipelined.serving.supervisor import Supervisor
     except ImportError as error:
         raise MissingDependencyError("pipelined serve", "pip install 'pipelined[serve]'") from error
     from pipelined.llm import AsyncLLM
 
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stderr)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    engine = AsyncLLM(engine_config(arguments, recover=not arguments.no_recover))
+    config = engine_config(arguments, recover=not arguments.no_recover)
+    set_up_logs("text")
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(serve(engine, settings))
+            if config.workers == "task":  # all in this process
+                return runner.run(serve(AsyncLLM(config), settings))
+            return runner.run(Supervisor(config, settings, listen(settings)).run())
     except asyncio.CancelledError:
         return _TERMINATED
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -134,16 +135,16 @@ class Epochs:
         driver = self.driver
         return driver if driver is not None and not driver.failure.done() else None
 
-    def _become(self, name: str, reason: str = "", **changes: int | None) -> None:
+    def _become(self, name: str, reason: str = "", *, restarts: int = 0, peers_lost: int = 0) -> None:
+        """Args: restarts, peers_lost: how many more."""
         old = self._state
-        counts = {"epoch": old.epoch, "restarts": old.restarts, "peers_lost": old.peers_lost} | changes
         self._state = EngineState(
             name,
             reason,
             self.world.clock.now(),
-            epoch=counts["epoch"],
-            restarts=counts["restarts"] or 0,
-            peers_lost=counts["peers_lost"] or 0,
+            epoch=old.epoch,
+            restarts=old.restarts + restarts,
+            peers_lost=old.peers_lost + peers_lost,
             history=tuple(self._history),
         )
         self.on_state(self._state)
@@ -174,7 +175,7 @@ class Epochs:
         driver = Driver(self._describe(epoch, self.capacity), self.world, on_outputs=self._on_outputs, lost=lost)
         await driver.__aenter__()
         self.driver, self.capacity = driver, driver.capacity
-        self._become(self._state.name, self._state.reason, epoch=epoch)
+        self._state = dataclasses.replace(self._state, epoch=epoch)
         driver.failure.add_done_callback(lambda failure: self._failed(driver, failure.result()))
 
     async def close(self) -> None:
@@ -216,7 +217,7 @@ class Epochs:
 
     def _die(self, error: PipelinedError) -> None:
         self.end = error
-        self._become("dead", str(error), peers_lost=self._state.peers_lost + (self._restarts is None))
+        self._become("dead", str(error), peers_lost=1)
         self._on_end(error)
 
     async def _recover(self, error: PipelinedError) -> None:
@@ -228,7 +229,7 @@ class Epochs:
                 self._die(last)
                 return
             lost = self._lost(error)
-            self._become("recovering", str(error), peers_lost=self._state.peers_lost + 1)
+            self._become("recovering", str(error), peers_lost=1)
             try:
                 await self.driver.part()
                 if failed_starts:
@@ -238,7 +239,7 @@ class Epochs:
                 error = again
                 continue
             break
-        self._become("draining" if self.draining else "ready", restarts=self._state.restarts + 1)
+        self._become("draining" if self.draining else "ready", restarts=1)
         self._on_ready()
 
     def _lost(self, error: PipelinedError) -> Collection[int]:

@@ -232,7 +232,7 @@ class Driver:
         if stage is not None:
             return stage.name
         part = self._descriptions[rank].part
-        return f"layers {part.layers[0]}-{part.layers[1]}" if part else f"stage {rank}"
+        return f"layers {part.layers[0]}-{part.layers[1] - 1}" if part else f"stage {rank}"
 
     def lose(self, error: PipelinedError) -> None:
         """The pipeline cannot go on because of `error`; the first one counts."""

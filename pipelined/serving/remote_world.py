@@ -11,11 +11,11 @@ from pipelined.errors import DeadlineError, EngineClosedError, ProtocolError
 from pipelined.serving.world_wire import (
     BeginEpoch,
     Done,
-    FromSupervisor,
     KillRanks,
     RankEnded,
     RankSaid,
     StopRanks,
+    from_supervisor,
 )
 from pipelined.transport import FileRendezvous, Rendezvous
 
@@ -67,7 +67,7 @@ class RemoteWorld:
 
     async def listen(self) -> None:
         """Take in what the supervisor says, until it is gone."""
-        while (message := await self._wire.receive(FromSupervisor)) is not None:  # type: ignore[arg-type]
+        while (message := await self._wire.receive(from_supervisor)) is not None:
             if isinstance(message, Done):
                 owed = self._owed.pop(message.number, None)
                 if owed is not None and not owed.done():
@@ -110,7 +110,8 @@ class RemoteWorld:
         self._wire.send(KillRanks())
 
     async def _ask(self, number: int, message: BeginEpoch | StopRanks, timeout_s: float) -> Done:
-        owed = self._owed[number] = asyncio.get_running_loop().create_future()
+        owed: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+        self._owed[number] = owed
         self._wire.send(message)
         try:
             async with self.clock.timeout(timeout_s + _ANSWER_S):

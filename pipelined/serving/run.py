@@ -99,10 +99,15 @@ def _uvicorn(app: FastAPI, settings: ServerSettings) -> _Server:
     return _Server(config)
 
 
-async def serve(engine: AsyncLLM, settings: ServerSettings) -> int:
+async def serve(engine: AsyncLLM, settings: ServerSettings, bound: socket.socket | None = None) -> int:
     """Open the engine, serve it until a signal or its end.
 
     SIGTERM and SIGINT end it gracefully: no new requests, those under way may finish. A second signal ends it at once.
+
+    Args:
+        engine: Not open yet.
+        settings: How to serve it.
+        bound: The port, where another process has bound it (`listen`).
 
     Returns:
         The process's exit code: 0, or `EXIT_DEAD`.
@@ -110,7 +115,8 @@ async def serve(engine: AsyncLLM, settings: ServerSettings) -> int:
     Raises:
         PipelinedError: The engine could not start, or the port is taken.
     """
-    bound = await off_loop(lambda: listen(settings))
+    if bound is None:
+        bound = await off_loop(lambda: listen(settings))
     with bound:
         ending = _Ending(settings)
         with ending.signals():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -16,21 +16,20 @@ from pipelined.serving.settings import ServerSettings
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Callable
 
 __all__ = [
     "BeginEpoch",
     "Done",
-    "FromFront",
-    "FromSupervisor",
     "KillRanks",
     "RankEnded",
     "RankSaid",
     "StopRanks",
     "Welcome",
     "Wire",
+    "from_front",
+    "from_supervisor",
 ]
-
-T = TypeVar("T")
 
 _LENGTH: Final = struct.Struct("<I")
 _MOST_BYTES: Final = 64 << 20
@@ -43,6 +42,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
         config: Of the engine.
         settings: Of the HTTP server.
         application: `module:function` that serves an engine: `await function(engine, settings, socket)`.
+        logging: `module:function` that is called with `log_format` first of all.
         next_epoch: 0: there are no ranks yet.
         listener: File descriptor of the bound socket.
     """
@@ -50,6 +50,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     config: EngineConfig
     settings: ServerSettings
     application: str
+    logging: str
+    log_format: str
     next_epoch: int
     listener: int
 
@@ -99,6 +101,9 @@ class RankSaid(msgspec.Struct, frozen=True, tag="said"):
 FromFront = BeginEpoch | StopRanks | KillRanks
 FromSupervisor = Welcome | Done | RankEnded | RankSaid
 
+from_front = msgspec.msgpack.Decoder(FromFront).decode
+from_supervisor = msgspec.msgpack.Decoder(FromSupervisor).decode
+
 
 class Wire:
     """One end of the connection."""
@@ -118,8 +123,8 @@ class Wire:
         if not self._writer.is_closing():
             self._writer.write(_LENGTH.pack(len(frame)) + frame)
 
-    async def receive(self, kind: type[T]) -> T | None:
-        """The next frame; None once the other side is gone.
+    async def receive(self, decode: Callable[[bytes], Any]) -> Any:
+        """The next frame, by `from_front` or `from_supervisor`; None once the other side is gone.
 
         Raises:
             ProtocolError: It is not what it should be.
@@ -128,7 +133,7 @@ class Wire:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             if length > _MOST_BYTES:
                 raise ProtocolError(f"a frame of {length} bytes between serving processes; at most {_MOST_BYTES}")
-            return msgspec.msgpack.decode(await self._reader.readexactly(length), type=kind)
+            return decode(await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
         except msgspec.DecodeError as error:
