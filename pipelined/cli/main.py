@@ -15,7 +15,19 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-_COMMANDS = ("generate", "serve", "bench", "trace", "transports", "fuzz", "stages", "simulate", "replay")
+_COMMANDS = (
+    "generate",
+    "serve",
+    "bench",
+    "trace",
+    "transports",
+    "fuzz",
+    "stages",
+    "profile",
+    "simulate",
+    "replay",
+    "plan",
+)
 _INTERRUPTED = 130
 
 

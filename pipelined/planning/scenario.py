@@ -20,7 +20,7 @@ from pipelined.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Arrival", "Chunking", "Link", "Published", "Scenario", "decode_scenario", "read_scenario"]
+__all__ = ["Arrival", "Chunking", "Link", "Published", "Scenario", "StagePart", "decode_scenario", "read_scenario"]
 
 MOST_BYTES = 32 << 20
 MOST_SECONDS = 1e6
@@ -58,6 +58,20 @@ class StagePart(_Part, frozen=True, kw_only=True):
         """The model with these."""
         windows = tuple(Window(part.tokens, part.a, part.d) for part in self.windows)
         return StageCost(self.a, self.b, self.c, self.d, windows, self.per_decode, self.per_context)
+
+    @classmethod
+    def of(cls, cost: StageCost) -> StagePart:
+        """As it would stand in a file."""
+        windows = tuple(WindowPart(tokens=one.tokens, a=one.a, d=one.d) for one in cost.windows)
+        return cls(
+            a=cost.a,
+            b=cost.b,
+            c=cost.c,
+            d=cost.d,
+            windows=windows,
+            per_decode=cost.per_decode,
+            per_context=cost.per_context,
+        )
 
 
 class Chunking(_Part, frozen=True, kw_only=True):
