@@ -14,6 +14,7 @@ from pipelined.messages import ErrorInfo, Failed
 from pipelined.stage import Stage
 
 from .batching import Batch, Sequences
+from .grammar import Constraints
 from .paged_kv import KvPool, PagedCache, Ragged
 from .sampler import SampleRequest, outcomes, prompt_outcome, rank_tokens, sample, sample_request
 from .slicing import Sliced, causal_class, load_slice
@@ -83,6 +84,7 @@ class HuggingFaceStage(Stage):
         self._ctx = ctx
         self._page_size = info.options.page_size
         self._sequences = Sequences(self._page_size)
+        self._constraints = Constraints(info)
         self._cache = PagedCache()
         self._sliced: Sliced | None = None
         self._pages = 0
@@ -136,6 +138,7 @@ class HuggingFaceStage(Stage):
     def prepare(self, step: Step) -> StageBatch | None:
         """Apply the step; see `Sequences.apply`."""
         batch = self._sequences.apply(step)
+        self._constraints.keep(self._sequences.states)
         if batch is None:
             return None
         tokens = None
@@ -194,7 +197,7 @@ class HuggingFaceStage(Stage):
             for outcome in chosen:
                 if outcome.seq in failed:
                     continue
-                if isinstance(outcome, Failed):
+                if isinstance(outcome, Failed) and outcome.error.kind == NonFiniteError.__name__:
                     outcome = Failed(outcome.seq, self._failure("NaN or infinity in its logits", None, batch))
                 found.append(outcome)
         return found
@@ -210,6 +213,7 @@ class HuggingFaceStage(Stage):
     def reset(self) -> None:
         """Forget all sequences. What the KV memory holds is overwritten before it is read."""
         self._sequences.reset()
+        self._constraints.keep(())
 
     def integrity(self) -> dict[str, int]:
         """As `Sequences.integrity`."""
@@ -258,7 +262,9 @@ class HuggingFaceStage(Stage):
         for segment in segments:
             state = self._sequences.states.get(segment.seq)  # None: released by the same step
             if segment.sample and state is not None:
-                sampled.append(_Sampled(row + segment.length - 1, segment.seq, sample_request(state)))
+                constraint = self._constraints.of(segment.seq, state.sampling)
+                request = sample_request(state, constraint)
+                sampled.append(_Sampled(row + segment.length - 1, segment.seq, request))
             if segment.prompt_logprobs is not None:
                 prompts.append(
                     _Prompt(row, segment.seq, segment.start + 1, segment.prompt_logprobs, segment.prompt_targets)

@@ -1,10 +1,10 @@
 """Chooses the next tokens from logits. Knows nothing of models, stages or schedules.
 
-The order is: penalties and bans on the raw logits, temperature, top-k, top-p over what top-k left (renormalised),
-min-p; then the most likely token after adding Gumbel noise, which is a draw from what is left. Tokens that tie at the
-boundary of top-k or top-p are all kept. Noise depends on (seed, choice, position) alone and every row is treated on its
-own, so that neither the batch nor the layout changes what a sequence gets. Log-probabilities are those of the raw
-logits, before penalties, temperature and filters.
+The order is: penalties, a grammar's mask and bans on the raw logits, temperature, top-k, top-p over what top-k left
+(renormalised), min-p; then the most likely token after adding Gumbel noise, which is a draw from what is left. Tokens
+that tie at the boundary of top-k or top-p are all kept. Noise depends on (seed, choice, position) alone and every row
+is treated on its own, so that neither the batch nor the layout changes what a sequence gets. Log-probabilities are
+those of the raw logits, before penalties, masks, temperature and filters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipelined.errors import NonFiniteError
+from pipelined.errors import InvalidRequestError, NonFiniteError, PipelinedError
 from pipelined.messages import ErrorInfo, Failed, PromptLogprobs, Sampled, TokenLogprob
 
 from .noise import gumbel
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pipelined.messages import SamplingParams
 
     from .batching import SequenceState
+    from .grammar import Constraint
 
 __all__ = ["SampleRequest", "outcomes", "prompt_outcome", "rank_tokens", "sample", "sample_request"]
 
@@ -44,7 +45,8 @@ class SampleRequest:
         generated: How many tokens were generated before it.
         banned: Token ids that may not come yet (min_tokens).
         prompt_ids: Distinct token ids of the prompt; empty where no penalty needs them.
-        output_ids: Generated tokens, in order; empty where no penalty needs them.
+        output_ids: Generated tokens, in order; empty where neither a penalty nor a constraint needs them.
+        constraint: What says which tokens may come; None: all.
     """
 
     sampling: SamplingParams
@@ -54,6 +56,7 @@ class SampleRequest:
     banned: tuple[int, ...] = ()
     prompt_ids: tuple[int, ...] = ()
     output_ids: tuple[int, ...] = ()
+    constraint: Constraint | None = None
 
     @property
     def greedy(self) -> bool:
@@ -69,10 +72,11 @@ class SampleRequest:
     @property
     def plain(self) -> bool:
         """The most likely token of the raw logits, and nothing else."""
-        return self.greedy and not self.penalised and not self.banned and self.sampling.logprobs is None
+        special = self.penalised or self.banned or self.constraint is not None
+        return self.greedy and not special and self.sampling.logprobs is None
 
 
-def sample_request(state: SequenceState) -> SampleRequest:
+def sample_request(state: SequenceState, constraint: Constraint | None = None) -> SampleRequest:
     """For the token after all that `state` knows; to be made right after the step is applied."""
     params = state.sampling
     position = len(state.tokens)
@@ -86,7 +90,8 @@ def sample_request(state: SequenceState) -> SampleRequest:
         generated=generated,
         banned=(*state.eos, *params.stop_token_ids) if generated < params.min_tokens else (),
         prompt_ids=state.prompt_ids() if repeats else (),
-        output_ids=state.generated if counts else (),
+        output_ids=state.generated if counts or constraint is not None else (),
+        constraint=constraint,
     )
 
 
@@ -156,9 +161,12 @@ def outcomes(
     entries = iter(_entries(output, [k for k in asked if k is not None]) if "logprobs" in output else [])
     found: list[Sampled | Failed] = []
     rows = zip(seqs, asked, output["tokens"].tolist(), output["finite"].tolist(), strict=True)
-    for seq, k, token, finite in rows:
+    for request, (seq, k, token, finite) in zip(requests, rows, strict=True):
         logprobs = () if k is None else next(entries)
-        if finite:
+        if request.constraint is not None and request.constraint.error:
+            error: PipelinedError = InvalidRequestError(request.constraint.error)
+            found.append(Failed(seq, ErrorInfo.of(error)))
+        elif finite:
             found.append(Sampled(seq, token, logprobs))
         else:
             error = NonFiniteError("the logits of the next token hold NaN or infinity", rank=rank)
@@ -180,7 +188,7 @@ def _entries(output: Mapping[str, torch.Tensor], ks: Sequence[int]) -> list[tupl
 
 
 def _adjust(scores: torch.Tensor, request: SampleRequest) -> None:
-    """Apply penalties and bans to one row [vocab], in place."""
+    """Apply penalties, the constraint and bans to one row [vocab], in place."""
     params, device = request.sampling, scores.device
     vocab_size = len(scores)
     if params.repetition_penalty != 1:
@@ -193,7 +201,15 @@ def _adjust(scores: torch.Tensor, request: SampleRequest) -> None:
         ids = torch.tensor(list(counts), dtype=torch.int64, device=device)
         times = torch.tensor(list(counts.values()), dtype=torch.float32, device=device)
         scores[ids] -= params.frequency_penalty * times + params.presence_penalty
+    allowed = request.constraint.allowed(request.output_ids) if request.constraint is not None else None
+    if allowed is not None:
+        allowed = allowed.to(device)
+        scores.masked_fill_(~allowed, -math.inf)
     banned = [token for token in request.banned if 0 <= token < vocab_size]
+    if banned and allowed is not None:  # where the grammar wants the end, it ends
+        rest = allowed.clone()
+        rest[torch.tensor(banned, device=device)] = False
+        banned = banned if bool(rest.any()) else []
     if banned:
         scores[torch.tensor(banned, device=device)] = -math.inf
 

@@ -154,6 +154,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ignore_eos: Go on after the model's end-of-sequence tokens.
         logprobs: None: none; 0: of the chosen token; k: of the k most likely as well.
         prompt_logprobs: Likewise for every prompt token but the first.
+        json_schema: The text is JSON that follows this schema (JSON text itself). Not with ignore_eos.
+        regex: The whole text matches this regular expression. Likewise.
     """
 
     n: int = 1
@@ -172,6 +174,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar says which tokens may come."""
+        return self.json_schema is not None or self.regex is not None
 
     def __post_init__(self) -> None:
         # A single stop string and lists are what users write; inside, both are tuples.
@@ -215,6 +224,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             ("max_tokens", 1 <= self.max_tokens < 2**31, "expected 1 or more"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "expected 0 to max_tokens"),
             ("logprobs", all_logprobs[0] is None or 0 <= all_logprobs[0] <= 20, "expected None or 0 to 20"),
+            ("regex", self.regex is None or self.json_schema is None, "expected a regex or a json_schema, not both"),
+            (
+                "ignore_eos",
+                not (self.ignore_eos and self.constrained),
+                "not with a json_schema or regex, which must end",
+            ),
             ("prompt_logprobs", all_logprobs[1] is None or 0 <= all_logprobs[1] <= 20, "expected None or 0 to 20"),
         ]
 

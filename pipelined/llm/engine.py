@@ -29,7 +29,7 @@ from pipelined.messages import Cancel, Outputs, SamplingParams
 from pipelined.pipeline import ProcessWorld, TaskWorld, World
 from pipelined.rank import LinkPlan
 from pipelined.scheduler import Scheduler, SchedulerConfig
-from pipelined.stage import DEVICES
+from pipelined.stage import DEVICES, check_grammar
 from pipelined.trace import Span
 
 if TYPE_CHECKING:
@@ -208,6 +208,11 @@ class AsyncLLM:
             InvalidRequestError: It cannot; says what would be right.
         """
         params.check()
+        check_grammar(params)
+        if params.constrained and not self.tokenizer.can_text:
+            raise InvalidRequestError(
+                "this model has no tokenizer, so that its output cannot follow a schema or pattern"
+            )
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidRequestError("the prompt is empty; expected at least one token")
@@ -246,7 +251,7 @@ class AsyncLLM:
         self._admitting()
         params = with_seed(params or SamplingParams())
         text = prompt if isinstance(prompt, str) else None
-        if len(prompt) > _ENCODE_INLINE_CHARACTERS:
+        if len(prompt) > _ENCODE_INLINE_CHARACTERS or params.constrained:
             tokens = await off_loop(lambda: self.check(prompt, params))
         else:
             tokens = self.check(prompt, params)

@@ -58,7 +58,7 @@ class Job:
 
 async def tokenized(engine: AsyncLLM, prompt: str | list[int], params: SamplingParams) -> list[int]:
     """As `AsyncLLM.check`, with long prompts away from the loop."""
-    if len(prompt) > _INLINE_CHARACTERS:
+    if len(prompt) > _INLINE_CHARACTERS or params.constrained:
         return await off_loop(lambda: engine.check(prompt, params))
     return engine.check(prompt, params)
 

@@ -139,7 +139,9 @@ class ToolStream:
         calls: list[dict[str, Any]] = []
         while self._plan.parser == "hermes" and self._in_calls and (cut := self._held.find(_HERMES_END)) >= 0:
             cut += len(_HERMES_END)
-            calls += self._told(_parsed("hermes", self._held[:cut])[1])
+            found = _parsed("hermes", self._held[:cut])[1]
+            calls += self._told(found)
+            shown += "" if found else self._held[:cut]
             self._held = self._held[cut:]
         if last and self._held:
             content, rest = self._plan.parse(self._held)

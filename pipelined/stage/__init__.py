@@ -3,6 +3,7 @@
 from pipelined.stage.base import LOGICAL_BYTES, LoadOptions, ModelFamily, ModelInfo, Payload, Stage, StageContext
 from pipelined.stage.device import Device, Launch
 from pipelined.stage.factory import DEVICES, make_device
+from pipelined.stage.grammars import check_grammar, grammar_of, guidance
 
 __all__ = [
     "DEVICES",
@@ -15,5 +16,8 @@ __all__ = [
     "Payload",
     "Stage",
     "StageContext",
+    "check_grammar",
+    "grammar_of",
+    "guidance",
     "make_device",
 ]
