@@ -285,10 +285,10 @@ class Channel:
                 self._parse_long()
         except ProtocolError as error:
             self._over(f"it broke the protocol: {error}")
-        # A short read without descriptors took all there was, unless the end has come too.
-        return (
-            count == len(target) or bool(ancillary) or bool(self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
-        )
+        if count == len(target) or ancillary or self._closed:
+            return not self._closed
+        # A short read without descriptors took all there was; but an error is told only once.
+        return bool(self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
 
     def _parse(self) -> None:
         at, have, view = 0, self._have, self._in_view
