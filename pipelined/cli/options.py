@@ -80,6 +80,14 @@ def add_engine_options(parser: argparse.ArgumentParser, *, model_may_come_later:
         help="most sequences at a time",
     )
     option(
+        "--depth",
+        "--pp-async-batch-depth",
+        dest="depth",
+        type=int,
+        metavar="N",
+        help="micro-batches in flight beyond one a stage",
+    )
+    option(
         "--context-length",
         "--max-model-len",
         dest="context_length",
