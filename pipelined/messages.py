@@ -31,6 +31,7 @@ __all__ = [
     "Peer",
     "Ping",
     "Pong",
+    "PrefillProgress",
     "Query",
     "Ready",
     "Release",
@@ -508,10 +509,19 @@ class RequestOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     preemptions: int = 0
 
 
-class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
+class PrefillProgress(msgspec.Struct, frozen=True, array_like=True):
+    """Of `total` tokens that must be computed before the next token of a request, the first `done` are."""
+
+    id: str
+    done: int
+    total: int
+
+
+class Outputs(msgspec.Struct, frozen=True, tag="outputs", omit_defaults=True):
     """All the news of one applied result."""
 
     outputs: tuple[RequestOutput, ...]
+    progress: tuple[PrefillProgress, ...] = ()
 
 
 # ---- HEALTH lane: driver and any rank ----

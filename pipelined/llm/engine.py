@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
     from pipelined.llm.outputs import RequestOutput
+    from pipelined.llm.watching import RequestWatcher
     from pipelined.pipeline import Driver
     from pipelined.rank.description import RankDescription
 
@@ -65,6 +66,7 @@ class AsyncLLM:
     Attributes:
         on_state: Called with the state whenever it has changed.
         on_progress: Called with a rank and what it says of its set-up.
+        watcher: Told what becomes of every request.
     """
 
     def __init__(self, model: str | EngineConfig, *, world: World | None = None, **settings: Any) -> None:
@@ -103,6 +105,7 @@ class AsyncLLM:
         self._epochs: Epochs | None = None
         self.on_state: Callable[[EngineState], None] = lambda _: None
         self.on_progress: Callable[[int, str], None] = lambda _rank, _what: None
+        self.watcher: RequestWatcher | None = None
         self._live: dict[str, LiveRequest] = {}
         self._keys = itertools.count()
         self._emptied = asyncio.Event()
@@ -259,9 +262,13 @@ class AsyncLLM:
         request_id = request_id if request_id is not None else f"request-{key}"
         if self._named(request_id) is not None:
             raise InvalidRequestError(f"request id {request_id!r} is in use")
+        key = f"{key}:{request_id}"  # so that its name is known wherever it is spoken of
         epochs = self._admitting()
-        live = LiveRequest(request_id, text, tokens, params, self.tokenizer, epochs.world.clock.now(), key)
+        clock = epochs.world.clock
+        live = LiveRequest(request_id, text, tokens, params, self.tokenizer, clock.now(), key)
         self._live[key] = live
+        if self.watcher is not None:
+            self.watcher.arrived(live, clock.now())
         try:
             self._submit(live)
             while not live.output.finished:
@@ -273,6 +280,8 @@ class AsyncLLM:
                 self._emptied.set()
             for sub_id in live.unfinished():
                 self._cancel(sub_id)
+            if self.watcher is not None:
+                self.watcher.ended(live, clock.now())
 
     async def complete(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
         """Complete a prompt; returns the finished output. Raises as `generate` does."""
@@ -323,7 +332,7 @@ class AsyncLLM:
         epochs = self._epochs
         if epochs is None:
             return
-        now_s = epochs.world.clock.now()
+        now_s, watcher = epochs.world.clock.now(), self.watcher
         for news in outputs.outputs:
             key, _, choice = news.id.rpartition("/")
             live = self._live.get(key)
@@ -333,6 +342,12 @@ class AsyncLLM:
                 epochs.progressed()
             if live.hear(int(choice), news, now_s):
                 self._cancel(news.id)
+            if watcher is not None:
+                watcher.heard(live, int(choice), news, now_s)
+        for progress in outputs.progress if watcher is not None else ():
+            live = self._live.get(progress.id.rpartition("/")[0])
+            if live is not None and watcher is not None:
+                watcher.progressed(live, progress)
 
     def _resume(self) -> None:
         """A new epoch has begun: everything that is not finished is asked for again, in the order of arrival."""

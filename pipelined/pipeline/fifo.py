@@ -10,7 +10,7 @@ from pipelined.messages import NewInputs, Step, Submit
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pipelined.messages import ErrorInfo, RequestOutput, StageTimes, StepResult
+    from pipelined.messages import ErrorInfo, PrefillProgress, RequestOutput, StageTimes, StepResult
 
 __all__ = ["FifoPlanner"]
 
@@ -65,6 +65,10 @@ class FifoPlanner:
         """None: outputs go from the last stage to the driver."""
         return ()
 
+    def progress(self) -> Sequence[PrefillProgress]:
+        """None: there are no prompts."""
+        return ()
+
     def abandon(self, error: ErrorInfo) -> None:
         """Forget what waits; the driver fails it."""
         self._waiting.clear()
@@ -77,3 +81,7 @@ class FifoPlanner:
     def integrity(self) -> Mapping[str, Any]:
         """Counts of what is held."""
         return {"waiting": len(self._waiting), "in_flight": self._in_flight, "cancelled": len(self._cancelled)}
+
+    def stats(self) -> Mapping[str, Any]:
+        """Nothing that `integrity` does not say."""
+        return {}

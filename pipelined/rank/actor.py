@@ -96,6 +96,7 @@ class Rank:
             tracer=self.tracer,
         )
         health.integrity = self._integrity
+        health.planning = self.planner.stats if self.planner is not None else None
         async with asyncio.TaskGroup() as group:
             task = group.create_task(health.run(), name=f"health {self.config.rank}")
             await self._begin(core)

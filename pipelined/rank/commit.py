@@ -64,7 +64,9 @@ class Committer:
         self._check()
         if self._link.credits() == 0:
             who = f"rank {core.config.rank}, stage {core.stage.name}, lane HIDDEN: a credit for step {header.step}"
+            waited_s = core.clock.now()
             await core.deadlines.wait(self._link.ready(), who)
+            core.counts.credit_wait_s.add(core.clock.now() - waited_s)
         event = flight.launch.event if flight.launch is not None else None
         transfer = self._link.post_send(tensor, header, after=event)
         self._pending += 1

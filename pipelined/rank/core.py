@@ -10,6 +10,7 @@ import torch
 
 from pipelined.errors import RankError, RequestCancelled
 from pipelined.messages import ErrorInfo
+from pipelined.trace.histogram import STEP_S, WAIT_S, Histogram
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,20 +33,29 @@ class Counts:
 
     Attributes:
         steps_applied: Steps prepared, and `digest` a checksum over them in order: equal on all ranks.
-        steps_done: Steps with rows that have left the rank.
+        steps_begun: Those with rows among them. steps_done: how many have left the rank.
         busy_s: Time the device was computing.
         sent_bytes: Tensor bytes sent on.
         heard, told: At rank 0, messages from the driver, and `Outputs` for it.
+        chunk_s: Times of the device for micro-batches with prompt tokens.
+        input_wait_s: How long a step that could be launched waited for its inputs (HIDDEN lane).
+        credit_wait_s: How long an output waited for a free buffer (HIDDEN lane).
+        result_wait_s: At rank 0, waits for a result while as many steps as may be were in flight (RESULTS lane).
     """
 
     steps_applied: int = 0
     digest: int = 0
+    steps_begun: int = 0
     steps_done: int = 0
     steps_void: int = 0
     busy_s: float = 0.0
     sent_bytes: int = 0
     heard: int = 0
     told: int = 0
+    chunk_s: Histogram = field(default_factory=lambda: Histogram(STEP_S))
+    input_wait_s: Histogram = field(default_factory=lambda: Histogram(WAIT_S))
+    credit_wait_s: Histogram = field(default_factory=lambda: Histogram(WAIT_S))
+    result_wait_s: Histogram = field(default_factory=lambda: Histogram(WAIT_S))
 
 
 @dataclass(frozen=True)

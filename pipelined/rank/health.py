@@ -12,7 +12,7 @@ from pipelined.errors import EndOfLane, ProtocolError
 from pipelined.messages import HealthMessage, Ping, Pong, Query, Report
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from pipelined.clock import Clock
     from pipelined.rank.core import Counts
@@ -42,6 +42,7 @@ class Health:
         self._tracer = tracer
         self._rss_imports_bytes = resident_bytes()  # the stage has been made, but not set up
         self.integrity: Callable[[], dict[str, int]] = lambda: {}
+        self.planning: Callable[[], Mapping[str, Any]] | None = None
 
     async def run(self) -> None:
         """Answer until the driver is gone."""
@@ -77,6 +78,7 @@ class Health:
                 "rss_imports_bytes": self._rss_imports_bytes,
                 **dataclasses.asdict(self._counts),
                 **self._stage.stats(),
+                **({"planner": dict(self.planning())} if self.planning is not None else {}),
             }
         if what == "integrity":
             return self.integrity()

@@ -36,7 +36,7 @@ class Launcher:
 
     async def run(self) -> None:
         """Launch until there are no more steps."""
-        clock, tracer = self._core.clock, self._core.tracer
+        clock, tracer, counts = self._core.clock, self._core.tracer, self._core.counts
         while True:
             waited_s = clock.now()
             flight = await self._prepared.get()
@@ -46,7 +46,9 @@ class Launcher:
             waited_s = clock.now()
             await self._inputs(flight)
             if flight.transfers:
-                tracer.add("launch", "wait", waited_s, clock.now(), flight.step.number, "input")
+                now_s = clock.now()
+                counts.input_wait_s.add(now_s - waited_s)
+                tracer.add("launch", "wait", waited_s, now_s, flight.step.number, "input")
             self._launch(flight)
             waited_s = clock.now()
             await self._results.put(flight)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pipelined.messages import ErrorInfo, RequestOutput, StageTimes, Step, StepResult
+    from pipelined.messages import ErrorInfo, PrefillProgress, RequestOutput, StageTimes, Step, StepResult
 
 __all__ = ["Planner"]
 
@@ -46,6 +46,10 @@ class Planner(Protocol):
         """What the driver must be told since the last call."""
         ...
 
+    def progress(self) -> Sequence[PrefillProgress]:
+        """How far long prompts have come since the last call."""
+        ...
+
     def abandon(self, error: ErrorInfo) -> None:
         """The epoch is over because of `error`: everything unfinished ends with it (see `news`)."""
         ...
@@ -56,4 +60,8 @@ class Planner(Protocol):
 
     def integrity(self) -> Mapping[str, int]:
         """Counts of what is held; all zero when idle. Raises AssertionError if the books do not balance."""
+        ...
+
+    def stats(self) -> Mapping[str, Any]:
+        """Facts worth reporting: counts since `start`, how good predictions are, ..."""
         ...

@@ -72,6 +72,7 @@ class Applier:
         batch, error = self._prepare(step)
         core.tracer.add("schedule", "prepare", started_s, core.clock.now(), step.number)
         if step.rows:
+            core.counts.steps_begun += 1
             flight = Flight(step, batch)
             flight.error = error
             if self._inputs is not None:
@@ -169,7 +170,10 @@ class Leader:
             waited_s = clock.now()
             cause = "window" if len(self._in_flight) >= core.config.window else "no_work"
             await self._woken()
-            tracer.add("schedule", "wait", waited_s, clock.now(), detail=cause)
+            now_s = clock.now()
+            if cause == "window":
+                core.counts.result_wait_s.add(now_s - waited_s)
+            tracer.add("schedule", "wait", waited_s, now_s, detail=cause)
 
     async def _woken(self) -> None:
         """Wait for anything new; while a result is owed, no longer than that may take."""
@@ -198,10 +202,10 @@ class Leader:
         await self._applier.apply(step, frame)
 
     async def _tell_driver(self) -> None:
-        outputs = tuple(self._planner.news())
-        if outputs:
+        outputs, progress = tuple(self._planner.news()), tuple(self._planner.progress())
+        if outputs or progress:
             assert self._core.links.news is not None
-            await self._core.links.news.send(_encode(Outputs(outputs)))
+            await self._core.links.news.send(_encode(Outputs(outputs, progress)))
             self._core.counts.told += 1
 
     async def _read_results(self, link: MessageLink) -> None:

@@ -6,14 +6,23 @@ It is what rank 0 calls `Planner`. Knows no ranks, links or tensors: only reques
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from pipelined.chunking import make_policy
 from pipelined.errors import CapacityError, InvalidRequestError, ProtocolError
 from pipelined.kv import PageBooks
-from pipelined.messages import ErrorInfo, Failed, PromptLogprobs, RequestOutput, Sampled, Step, pack_tokens
+from pipelined.messages import (
+    ErrorInfo,
+    Failed,
+    PrefillProgress,
+    PromptLogprobs,
+    RequestOutput,
+    Sampled,
+    Step,
+    pack_tokens,
+)
 from pipelined.scheduler.config import SchedulerConfig
 from pipelined.scheduler.draft import Draft, Work
 from pipelined.scheduler.pool import Pool
@@ -74,6 +83,7 @@ class Scheduler:
         self._untimed: dict[int, MicroBatch] = {}
         self._decode_flights = 0
         self._news: list[RequestOutput] = []
+        self._progress: dict[str, PrefillProgress] = {}
 
     def __repr__(self) -> str:
         pool = self._pool
@@ -100,6 +110,7 @@ class Scheduler:
         self._untimed.clear()
         self._decode_flights = 0
         self._news.clear()
+        self._progress.clear()
 
     def submit(self, request: Request) -> None:
         """Take a request. If it is bad, its error is in the `news`.
@@ -197,6 +208,12 @@ class Scheduler:
         news, self._news = self._news, []
         return news
 
+    def progress(self) -> list[PrefillProgress]:
+        """How far prompts of several chunks have come since the last call."""
+        progress = list(self._progress.values())
+        self._progress.clear()
+        return progress
+
     def abandon(self, error: ErrorInfo) -> None:
         """The epoch is over: everything unfinished ends with `error`. Nothing runs until the next `start`."""
         if self._pool is not None:
@@ -231,8 +248,12 @@ class Scheduler:
             "steps": len(self._flying),
         }
 
-    def stats(self) -> Mapping[str, int]:
-        """Counts since `start`, for reports: steps, preemptions, pages in all, free or unused, cached, evicted."""
+    def stats(self) -> Mapping[str, Any]:
+        """Counts since `start`, for reports: steps, preemptions, pages in all, free or unused, cached, evicted.
+
+        And `prediction_error`: by what share the times predicted of micro-batches were wrong lately, on the stage where
+        that was most; None before any was predicted.
+        """
         pool = self._pool
         if pool is None:
             return {}
@@ -245,6 +266,7 @@ class Scheduler:
             "available_pages": pool.books.available_pages,
             "cached_pages": pool.books.cached_pages,
             "evicted_pages": pool.books.evicted_pages,
+            "prediction_error": self.costs.error,
         }
 
     def _running_pool(self) -> Pool:
@@ -267,6 +289,8 @@ class Scheduler:
             self._fail(state, ErrorInfo.of(error))
             return
         state.computed = work.computed
+        if not work.samples and state.request.id in pool.requests:
+            self._progress[state.request.id] = PrefillProgress(state.request.id, work.computed, state.total_tokens)
         if not work.samples or sampled is None:
             return
         if state.phase is Phase.PREFILL:

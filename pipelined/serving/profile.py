@@ -11,6 +11,7 @@ from pipelined.trace import RankTrace, Trace, write_chrome
 
 if TYPE_CHECKING:
     from pipelined.llm import AsyncLLM
+    from pipelined.serving.metrics_ranks import RankFeed
 
 __all__ = ["Profiler"]
 
@@ -18,8 +19,9 @@ __all__ = ["Profiler"]
 class Profiler:
     """One recording at a time."""
 
-    def __init__(self, engine: AsyncLLM, folder: str) -> None:
+    def __init__(self, engine: AsyncLLM, feed: RankFeed, folder: str) -> None:
         self._engine = engine
+        self._feed = feed
         self._folder = folder
         self._started_s: float | None = None
 
@@ -32,7 +34,7 @@ class Profiler:
         if self._started_s is not None:
             raise Problem(409, "a profile is being recorded already; stop it first", code="profile_running")
         self._started_s = self._engine.now()
-        await self._engine.trace()
+        await self._feed.record()
 
     async def stop(self) -> Trace:
         """Until now.
@@ -43,7 +45,7 @@ class Profiler:
         if self._started_s is None:
             raise Problem(409, "no profile is being recorded; start one first", code="no_profile")
         started_s, self._started_s = self._started_s, None
-        spans = await self._engine.trace()
+        spans = await self._feed.recorded()
         engine, ended_s = self._engine, self._engine.now()
         ranks = [RankTrace(rank, "layers {}-{}".format(*engine.layers[rank]), own) for rank, own in spans.items()]
         return Trace(ranks, started_s, ended_s, {"model": engine.info.ref, "pp_size": len(ranks)})

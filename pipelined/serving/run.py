@@ -141,7 +141,9 @@ async def _until_over(
         if settings.watchdog_timeout_s is not None:
             watchdog = Watchdog(engine, lambda: bool(gate.inside), settings.watchdog_timeout_s)
             dog = group.create_task(watchdog.run(), name="watchdog")
+        feed = group.create_task(app.state.server.feed.run(), name="feed of the ranks")
         await server.serve([bound])
+        feed.cancel()
         if dog is not None:
             dog.cancel()
 

@@ -11,6 +11,8 @@ from fastapi import Depends
 from starlette.requests import Request
 
 from pipelined.serving.gate import Gate
+from pipelined.serving.metrics_ranks import RankFeed
+from pipelined.serving.metrics_requests import RequestTally
 from pipelined.serving.probe import Probe
 from pipelined.serving.problems import Problem
 from pipelined.serving.profile import Profiler
@@ -65,7 +67,9 @@ class ServerState:
         gate: What is under way, and how much may be.
         created: When the application was made, in seconds of the calendar.
         probe: Really runs a token.
-        profiler: Records what the ranks do.
+        tally: Counts what becomes of requests.
+        feed: Asks the ranks what they do.
+        profiler: Records it.
         model_names: What clients may call the model.
     """
 
@@ -75,7 +79,9 @@ class ServerState:
         self.created = calendar_s()
         self.gate = Gate(engine.config.max_running_requests + settings.max_queued_requests)
         self.probe = Probe(engine, settings.probe_timeout_s)
-        self.profiler = Profiler(engine, settings.profile_dir)
+        self.tally = engine.watcher = RequestTally()
+        self.feed = RankFeed(engine)
+        self.profiler = Profiler(engine, self.feed, settings.profile_dir)
         self.model_names = settings.served_model_names or (engine.info.ref,)
 
     def check_model(self, name: str | None) -> str:

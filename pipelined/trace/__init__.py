@@ -3,6 +3,7 @@
 from pipelined.trace.base import Span, Tracer
 from pipelined.trace.chrome import read_chrome, write_chrome
 from pipelined.trace.critical import CriticalPath, PathPiece, critical_path, path_text
+from pipelined.trace.histogram import Histogram
 from pipelined.trace.idle import BUSY, CAUSES, Segment, StageUse, attribute, segments
 from pipelined.trace.picture import write_timeline
 from pipelined.trace.table import stage_table
@@ -12,6 +13,7 @@ __all__ = [
     "BUSY",
     "CAUSES",
     "CriticalPath",
+    "Histogram",
     "PathPiece",
     "RankTrace",
     "Segment",

@@ -214,6 +214,8 @@ class WatchedPlanner:
         self.abandon = self.inner.abandon
         self.idle = self.inner.idle
         self.integrity = self.inner.integrity
+        self.stats = self.inner.stats
+        self.progress = self.inner.progress
 
     def start(self, epoch: int, capacity: int | None) -> None:
         """See `Planner`."""
