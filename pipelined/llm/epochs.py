@@ -221,6 +221,13 @@ class Epochs:
         self._on_end(error)
 
     async def _recover(self, error: PipelinedError) -> None:
+        try:
+            await self._begin_anew(error)
+        except Exception as wrong:  # noqa: BLE001 - the supervisor: whoever waits must hear of it
+            self.world.kill()
+            self._die(RankLostError(f"beginning anew went wrong: {type(wrong).__name__}: {wrong} (after: {error})"))
+
+    async def _begin_anew(self, error: PipelinedError) -> None:
         """Begin epochs until one stands, or give up."""
         assert self.driver is not None
         for failed_starts in range(1 << 30):

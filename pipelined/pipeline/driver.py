@@ -155,7 +155,7 @@ class Driver:
 
     async def _connect(self) -> None:
         plan = self._descriptions[0].links
-        self._open = open_links(
+        opening = open_links(
             self.config,
             plan,
             epoch=self._descriptions[0].epoch,
@@ -163,7 +163,8 @@ class Driver:
             clock=self.clock,
             secret=self._descriptions[0].secret,
         )
-        self.links = await self._open.__aenter__()
+        self.links = await opening.__aenter__()
+        self._open = opening
 
     async def _unless_lost(self, wait: Any) -> None:
         """Await something of the start-up, or raise at once what makes it impossible."""

@@ -224,3 +224,38 @@ def test_aborts_while_steps_are_applied() -> None:
     journal = held(cancels=cancels)
     assert journal.counts["cancel.by_abort"] == 8
     assert prompt(1, 3) == (136, 143, 150)
+
+
+# ---- recovery ----
+
+
+@pytest.mark.parametrize("how", ["task", "abort", "hang"])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_whatever_is_lost_everything_goes_on(rank: int, how: str) -> None:
+    """Requests that were in flight have all their tokens, right ones, and none of them an error."""
+    for device in ("emulated", "stream"):
+        kills = (Kill(rank, "prefill", how, 1), Kill((rank + 1) % 3, "decode", how, 9))
+        journal = held(kills=kills, recover=True, device=device, step_timeout_s=10.0, requests=asked(6, every_s=0.02))
+        assert errors(journal) == set()
+        assert journal.counts["restarts"] == 2
+        assert journal.counts["resumed"] > 0
+
+
+def test_a_rank_that_is_lost_while_the_next_epoch_begins() -> None:
+    """The driver's links were closed before they had been opened: nothing ever began anew."""
+    for rank in range(3):
+        for again in range(3):
+            kills = (Kill(rank, "decode", "abort", 3), Kill(again, "restart", "abort"))
+            journal = held(kills=kills, recover=True, requests=asked(4, every_s=0.02))
+            assert errors(journal) == set()
+            assert journal.counts["kill.restart"] == 1
+
+
+def test_frames_that_are_lost_end_an_epoch_and_no_request() -> None:
+    restarts = 0
+    for seed in range(4):
+        lossy = "drop=0.002&lanes=HIDDEN"
+        journal = held(lossy=lossy, recover=True, requests=asked(8, every_s=0.1), seed=seed, step_timeout_s=5.0)
+        restarts += journal.counts["restarts"]
+        assert errors(journal) == set()
+    assert restarts

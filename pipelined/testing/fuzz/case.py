@@ -76,7 +76,7 @@ class Kill(msgspec.Struct, frozen=True):
     """A rank ends, or its device never completes again.
 
     Attributes:
-        phase: "setup", "prefill", "decode", "idle" or "closing".
+        phase: "setup", "prefill", "decode", "idle", "closing", or "restart" (while the next epoch begins).
         how: "task" (ended, closing its links), "abort" (its links break off), "hang" (in prefill and decode: the device
             stops).
         count: Which step of that phase, applied on that rank, starts the clock.
@@ -124,6 +124,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     stages_fail: bool = False
     cancels: tuple[Cancellation, ...] = ()
     kills: tuple[Kill, ...] = ()
+    recover: bool = False
 
     @property
     def model(self) -> str:
@@ -153,7 +154,11 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         """Virtual time by which everything must be over. No wait may be longer than its deadline."""
         tokens = sum((len(one.prompt) + one.max_tokens) * one.n for one in self.requests)
         work_s = 4 * tokens * self.ranks * (self.launch_s + self.row_s) * max(self.slow, default=1.0)
-        return 120.0 + max((one.at_s for one in self.requests), default=0.0) + 4 * self.step_timeout_s + work_s
+        losses = 0
+        if self.recover:  # a token between them, or few; links that lose frames lose the pipeline again and again
+            losses = 4 * (tokens if self.lossy else len(self.kills))
+        late_s = max((one.at_s for one in self.requests), default=0.0) + 4 * self.step_timeout_s
+        return 120.0 + late_s + work_s * (1 + losses) + losses * (self.step_timeout_s + 60.0)
 
     def describe(self) -> list[str]:
         """Lines for people."""
@@ -162,6 +167,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             f"of {self.page_size}, {self.capacity_tokens} tokens of KV, depth {self.depth}, {self.running} running",
             self.model,
         ]
+        lines += ["recovers"] if self.recover else []
         lines += [f"clocks skewed by {self.skews_s}"] if self.skews_s else []
         lines += [f"closed at {self.close_at_s:g} s"] if self.close_at_s is not None else []
         return lines + [str(one) for one in (*self.requests, *self.cancels, *self.kills)]
@@ -174,7 +180,7 @@ def draw(seed: int, faults: tuple[str, ...] = FAULTS) -> Case:
         chance = random.Random(f"{seed} {kind}")
         if chance.random() < SHARE and kind in faults:
             case = _ADD[kind](case, chance)
-    return case
+    return _recovering(case, random.Random(f"{seed} recover"))
 
 
 def _pipeline(seed: int) -> Case:
@@ -256,6 +262,21 @@ def _request(case: Case, chance: random.Random, number: int, roots: list[tuple[i
         logprobs=chance.choice((None,) * 6 + (0, 2)),
         prompt_logprobs=chance.choice((None,) * 12 + (0, 1)),
     )
+
+
+def _recovering(case: Case, chance: random.Random) -> Case:
+    """Some engines go on after losses: then there may be more of them."""
+    after_kills, after_frames, again = chance.random() < 0.6, chance.random() < 0.3, chance.random() < 0.5
+    if not (case.kills and after_kills) and not (case.lossy and after_frames):
+        return case
+    kills = case.kills
+    if kills and after_kills and again and kills[0].phase not in ("setup", "closing"):
+        phase = chance.choice(("restart", "restart", "prefill", "decode", "decode"))
+        how = chance.choice(("task", "abort") if phase == "restart" else ("task", "abort", "hang"))
+        count = 0 if phase == "restart" else chance.randint(0, 12)
+        delay_s = chance.choice((0.0, round(chance.uniform(0.0, 0.02), 6)))
+        kills += (Kill(rank=chance.randrange(case.ranks), phase=phase, how=how, count=count, delay_s=delay_s),)
+    return msgspec.structs.replace(case, kills=kills, recover=True)
 
 
 # ---- faults ----

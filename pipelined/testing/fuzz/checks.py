@@ -113,17 +113,18 @@ def check_run(case: Case, journal: Journal, world: FuzzWorld | None) -> None:
 
 
 def _check_steps(journal: Journal) -> None:
-    longest = max(journal.chains, key=len)
-    for rank, chain in enumerate(journal.chains):
-        if chain != longest[: len(chain)]:
-            at = next(number for number, (a, b) in enumerate(zip(chain, longest, strict=False)) if a != b)
-            journal.fail_late(f"the steps that rank {rank} applied are not a prefix of the others', from step {at} on")
+    for epoch, chains in enumerate(journal.epochs):
+        longest = max(chains, key=len)
+        for rank, chain in enumerate(chains):
+            if chain != longest[: len(chain)]:
+                at = next(number for number, (a, b) in enumerate(zip(chain, longest, strict=False)) if a != b)
+                journal.fail_late(f"the steps of rank {rank} are not a prefix of the others', from {epoch}.{at} on")
 
 
 def _check_kill(case: Case, journal: Journal) -> None:
     """Whoever waits when a rank ends is told soon."""
     ends = [at_s for kind, _, at_s in journal.struck if kind != "hang"]
-    if not ends:
+    if not ends or case.recover:  # then nobody is told: they wait
         return
     for number, outcome in journal.outcomes.items():
         late = outcome.ended_s is not None and outcome.ended_s > min(ends) + _NOTICED_S
@@ -217,6 +218,8 @@ def explained(
     if isinstance(error, EngineClosedError | ConfigError):  # those that come later find it closed
         return case.close_at_s is not None
     kinds = {kind for kind, _, _ in journal.struck}
+    if case.recover and request is not None:
+        kinds.clear()  # a rank that is lost is nobody's error
     if kinds & {"task", "abort"} and isinstance(error, RankLostError):
         return True
     if "hang" in kinds and isinstance(error, DeadlineError):

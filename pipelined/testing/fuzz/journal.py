@@ -46,7 +46,7 @@ class Journal:
         lines: The event log.
         failures: What broke an invariant.
         counts: What was covered, by name.
-        chains: For each rank, the checksum chain over the steps that it applied: entry k is over steps 0 to k.
+        epochs: For each epoch and rank, the checksum chain over the steps applied: entry k is over steps 0 to k.
         cancelled: Requests of which a cancellation took effect or may have.
         struck: What was done on purpose that may end the pipeline: (kind, rank, when).
         capacity_tokens: What the ranks agreed on; None while it is not known.
@@ -56,7 +56,7 @@ class Journal:
     lines: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    chains: list[list[int]] = field(default_factory=list)
+    epochs: list[list[list[int]]] = field(default_factory=list)
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     cancelled: set[int] = field(default_factory=set)
     struck: list[tuple[str, int, float]] = field(default_factory=list)
@@ -65,12 +65,21 @@ class Journal:
     doing: str = "setup"
 
     def __post_init__(self) -> None:
-        self.chains = [[] for _ in range(self.ranks)]
+        self._begin(0)
+
+    def _begin(self, epoch: int) -> None:
+        while len(self.epochs) <= epoch:
+            self.epochs.append([[] for _ in range(self.ranks)])
+
+    @property
+    def chains(self) -> list[list[int]]:
+        """Of the latest epoch."""
+        return self.epochs[-1]
 
     @property
     def rank_steps(self) -> int:
         """Steps applied, summed over the ranks."""
-        return sum(map(len, self.chains))
+        return sum(len(chain) for chains in self.epochs for chain in chains)
 
     @property
     def events(self) -> bytes:
@@ -104,7 +113,8 @@ class Journal:
 
     def applied(self, rank: int, step: Step) -> str:
         """A rank prepares a step; returns the phase that it belongs to."""
-        chain = self.chains[rank]
+        self._begin(step.epoch)
+        chain = self.epochs[step.epoch][rank]
         digest = zlib.crc32(_encode(step), chain[-1] if chain else 0)
         chain.append(digest)
         self.lines.append(

@@ -71,7 +71,9 @@ class _Player:
             depth=case.depth,
             step_timeout_s=case.step_timeout_s,
             setup_timeout_s=30.0,
+            recover=case.recover,
         )
+        self.llm.on_state = lambda state: journal.note(f"engine is {state.name} {state.reason}")
         try:
             await asyncio.wait_for(self.llm.__aenter__(), 120.0)
         except PipelinedError as error:
@@ -197,6 +199,8 @@ class _Player:
         assert world is not None
         journal.doing = "idle"
         await asyncio.sleep(_SETTLE_S)
+        while self.llm.state.name == "recovering" and journal.now() < case.bound_s:  # noqa: ASYNC110
+            await asyncio.sleep(_SETTLE_S)
         await check_alive(case, journal, world, self.llm)
         kills = [kill for kill in case.kills if kill.phase == "idle"]
         for kill in kills:
@@ -210,6 +214,8 @@ class _Player:
         case, journal, world = self.case, self.journal, self.world
         assert world is not None
         journal.doing = "closing"
+        journal.counts["restarts"] += self.llm.state.restarts
+        journal.counts["gave_up"] += self.llm.state.name == "dead" and case.recover
         for kill in case.kills:
             if kill.phase == "closing":
                 world.end_later(kill)

@@ -32,7 +32,9 @@ MINIMA: dict[str, int] = {
     "unequal_capacities": 100,
     "closed_early": 10,
     "steps.mixed": 100,
-    **{f"kill.{phase}": 5 for phase in ("setup", "prefill", "decode", "idle", "closing")},
+    **{f"kill.{phase}": 5 for phase in ("setup", "prefill", "decode", "idle", "closing", "restart")},
+    "restarts": 50,
+    "resumed": 100,
     **{f"kill.by_{how}": 10 for how in ("task", "abort", "hang")},
     **{f"cancel.{phase}": 20 for phase in ("waiting", "prefill", "decode", "ended")},
     "cancel.following": 1,  # who waits for another's prefill of the same prompt does not wait long

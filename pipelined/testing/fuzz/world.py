@@ -61,7 +61,7 @@ class FuzzWorld(TaskWorld):
         self._seen = [{"prefill": 0, "decode": 0} for _ in case.kills]
         self._hung: set[int] = set()
         self._killed: set[int] = set()
-        self._setups: list[Kill] = []
+        self._begun: list[Kill] = []
 
     def on_end(self, callback: Callable[[int, BaseException | None], None]) -> None:
         """See `World`. What a killed rank still says of itself, nobody hears."""
@@ -82,9 +82,11 @@ class FuzzWorld(TaskWorld):
         """See `World`."""
         await super().start(descriptions, stages, planner, lost=lost)
         self.journal.note(f"epoch {descriptions[0].epoch} begins")
+        now = "restart" if descriptions[0].epoch else "setup"
         for kill in self.case.kills:
-            if kill.phase == "setup" and kill.count == 0 and kill not in self._setups:
-                self._setups.append(kill)
+            if kill.phase == now and kill.count == 0 and kill not in self._begun:
+                self._begun.append(kill)
+                self.journal.doing = now
                 self.end_later(kill)
 
     def _spawn(self, description: RankDescription, stage: Stage | None, planner: Planner | None) -> None:
@@ -209,6 +211,7 @@ class WatchedPlanner:
         config = SchedulerConfig.from_json(description.planner.config)
         self.inner = Scheduler(replace(config, chunk_policy=case.policy))
         self._journal = journal
+        self._epoch = 0
         self.next_step = self.inner.next_step
         self.observe = self.inner.observe
         self.abandon = self.inner.abandon
@@ -219,12 +222,14 @@ class WatchedPlanner:
 
     def start(self, epoch: int, capacity: int | None) -> None:
         """See `Planner`."""
+        self._epoch = epoch
         self.inner.start(epoch, capacity)
         self._journal.capacity_tokens = (capacity or 0) * self.inner.config.page_size
 
     def submit(self, request: Request) -> None:
         """See `Planner`."""
-        self._journal.note(f"planner takes {request.id}")
+        self._journal.note(f"planner takes {request.id} with {len(request.generated) // 4} tokens")
+        self._journal.counts["resumed"] += bool(request.generated)
         self.inner.submit(request)
 
     def cancel(self, id: str) -> None:
@@ -247,7 +252,7 @@ class WatchedPlanner:
             ends = one.finish_reason or (one.error.kind if one.error else "")
             self._journal.note(f"news of {one.id}: {len(one.tokens) // 4} tokens {ends}")
             if ends:
-                self._journal.last_news[one.id] += 1
+                self._journal.last_news[f"{self._epoch}: {one.id}"] += 1
                 self._journal.counts[f"ended.{ends}"] += 1
                 self._journal.counts["prefix_hits"] += one.cached_tokens > 0
         return news
