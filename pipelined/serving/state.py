@@ -116,7 +116,7 @@ def calendar_s() -> int:
     return int(datetime.now(UTC).timestamp())
 
 
-def _state(request: Request) -> ServerState:
+async def _state(request: Request) -> ServerState:  # a plain function would be called in a thread
     state: ServerState = request.app.state.server
     return state
 
