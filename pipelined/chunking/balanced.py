@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["BalancedChunks"]
 
 _DRIFT = 0.02  # costs that moved less than this leave a plan as it is
+_LATE_DRIFT = 0.003  # likewise near the end, where little can be made up for
 _LEAP = 2  # times the largest micro-batch measured
 _MOST = 512  # prompts that a plan looks ahead to
 _LAST = (
@@ -151,7 +152,7 @@ class BalancedChunks:
             return False  # few enough to be cut exactly
         if plan.version != self.costs.version:
             now_s = self.costs.cost.launch_s(plan.probe)
-            if abs(now_s - plan.probe_s) > _DRIFT * plan.probe_s or left < _LAST:
+            if abs(now_s - plan.probe_s) > (_DRIFT if left >= _LAST else _LATE_DRIFT) * plan.probe_s:
                 return False
         return True
 

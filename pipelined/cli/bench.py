@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser"]
 
-_BENCHES = ("prefill", "scaling", "decode", "memory", "overhead", "serve", "transport")
+_BENCHES = ("prefill", "scaling", "decode", "memory", "overhead", "serve", "transport", "chunking")
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

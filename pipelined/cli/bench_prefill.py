@@ -13,6 +13,8 @@ from pipelined.errors import ConfigError
 if TYPE_CHECKING:
     import argparse
 
+    from pipelined.llm import EngineConfig
+
 __all__ = ["add_parser"]
 
 
@@ -33,11 +35,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Run it."""
     if arguments.requests < 1:
         raise ConfigError(f"--requests {arguments.requests}: expected 1 or more")
-    result = run_async(_prefill(arguments))
+    config = engine_config(arguments, disable_radix_cache=True)
+    predicted_s = _predicted_s(config, arguments.prompt_tokens)
+    result = run_async(_prefill(arguments, config, predicted_s))
     if arguments.json:
         print(json.dumps(result))
         return 0
     print(f"pipelined     pp {result['pp_size']}: {result['ttft_s']:.3f} s, {result['tokens_per_s']:.1f} tokens/s")
+    if result["predicted_ttft_s"] is not None:
+        print(f"predicted     {result['predicted_ttft_s']:.3f} s, {result['prediction_error']:+.1%}")
     if (other := result["baseline"]) is not None:
         print(
             f"{other['name']}  {other['threads']} threads: {other['ttft_s']:.3f} s, "
@@ -46,11 +52,22 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def _prefill(arguments: argparse.Namespace) -> dict[str, Any]:
+def _predicted_s(config: EngineConfig, count: int) -> float | None:
+    """What the profile says, if there is one."""
+    if config.profile is None:
+        return None
+    from pipelined.llm import AsyncLLM
+    from pipelined.planning.profile_predict import predict_ttft_s
+
+    llm = AsyncLLM(config)  # not started: it tells what would be served
+    prompt_tokens(llm.info, count)  # refuses what has no room
+    return predict_ttft_s(config, llm.info, llm.layers, count)
+
+
+async def _prefill(arguments: argparse.Namespace, config: EngineConfig, predicted_s: float | None) -> dict[str, Any]:
     from pipelined.cli.report import Report
     from pipelined.llm import AsyncLLM
 
-    config = engine_config(arguments, disable_radix_cache=True)
     llm = AsyncLLM(config)
     tokens = prompt_tokens(llm.info, arguments.prompt_tokens)
     threads = arguments.baseline_threads or config.threads * config.pp_size
@@ -73,6 +90,8 @@ async def _prefill(arguments: argparse.Namespace) -> dict[str, Any]:
         "prompt_tokens": len(tokens),
         "ttft_s": median(ours),
         "tokens_per_s": len(tokens) / median(ours),
+        "predicted_ttft_s": predicted_s,
+        "prediction_error": predicted_s / median(ours) - 1 if predicted_s is not None else None,
         "baseline": {
             "name": arguments.baseline,
             "threads": threads,

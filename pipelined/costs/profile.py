@@ -44,9 +44,10 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """What times depend on. Profiles are good for their own only.
 
     Attributes:
-        model: Name, or a digest of its configuration. dtype: of its weights.
+        model: Its name. digest: of its weights and configuration; where it is the same, names do not matter.
+        dtype: Of its weights.
         layers: Of each stage. tp: ranks that share a stage.
-        machine: Devices, and the threads or memory that matter.
+        machine: Devices, or processor and cores. threads: of each rank; 0 where they do not matter.
     """
 
     model: Text
@@ -54,6 +55,19 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     machine: Text
     dtype: Text = ""
     tp: Positive = 1
+    threads: Count = 0
+    digest: Text = ""
+
+    def differences(self, wanted: Fingerprint) -> list[str]:
+        """What is not as it is wanted, in words."""
+        names = [name for name in wanted.__struct_fields__ if name != "digest"]
+        if self.digest == wanted.digest != "":
+            names.remove("model")
+        pairs = [(name, getattr(self, name), getattr(wanted, name)) for name in names]
+        found = [f"{name} {had!r}, not {want!r}" for name, had, want in pairs if had != want]
+        if self.digest != wanted.digest and self.model == wanted.model:
+            found.insert(0, f"other weights or configuration of model {wanted.model!r} ({self.digest!r})")
+        return found
 
 
 class Point(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -146,9 +160,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Raises:
             ConfigError: Names what differs.
         """
-        pairs = [(name, getattr(self.fingerprint, name), getattr(wanted, name)) for name in wanted.__struct_fields__]
-        differences = [f"{name} {had!r}, not {want!r}" for name, had, want in pairs if had != want]
-        if differences:
+        if differences := self.fingerprint.differences(wanted):
             raise ConfigError(f"{source} is of another set-up: {'; '.join(differences)}; profile this one")
 
 

@@ -31,7 +31,8 @@ class EngineConfig:
         smoothing_factor: Of dynamic chunks: 0 is fixed, 1 follows the run times strictly.
         max_micro_batch_tokens: Most tokens of a balanced micro-batch (activations take memory); None: see `most_tokens`
         target_itl_s: Inter-token latency that balanced micro-batches keep to while decodes run; None: no bound.
-        stage_costs: Of every stage, known before (`pipelined.costs.encode_costs`); "": learnt while serving.
+        profile: File that `pipelined profile` made of this set-up: costs of the stages at the start; None: none.
+        stage_costs: Likewise as text (`pipelined.costs.encode_costs`); "": learnt while serving.
         max_running_requests: Most sequences that hold pages at a time.
         disable_radix_cache: Compute every prefix anew.
         workers: "process" (a process a rank) or "task" (all in this process and loop).
@@ -62,6 +63,7 @@ class EngineConfig:
     smoothing_factor: float = 0.75
     max_micro_batch_tokens: int | None = None
     target_itl_s: float | None = None
+    profile: str | None = None
     stage_costs: str = ""
     max_running_requests: int = 64
     disable_radix_cache: bool = False
@@ -108,6 +110,8 @@ class EngineConfig:
                 raise ConfigError(f"{name} is of chunking='balanced' alone, not {self.chunking!r}; leave it out")
         if self.target_itl_s is not None and not 0 < self.target_itl_s < math.inf:
             raise ConfigError(f"target_itl_s={self.target_itl_s} is out of range; expected more than 0, finite")
+        if self.profile is not None and self.stage_costs:
+            raise ConfigError("both a profile and stage_costs are given; leave one out")
         most = self.max_micro_batch_tokens
         if most is not None and most < self.page_size:
             raise ConfigError(f"max_micro_batch_tokens={most} is less than a page of {self.page_size} tokens")
