@@ -27,6 +27,7 @@ _COMMANDS = (
     "simulate",
     "replay",
     "plan",
+    "tune",
 )
 _INTERRUPTED = 130
 

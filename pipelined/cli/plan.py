@@ -125,19 +125,18 @@ def inspect_for_plan(ref: str, arguments: argparse.Namespace) -> ModelInfo:
     Raises:
         ModelError: It is not known.
     """
-    from pipelined.llm import EngineConfig
-    from pipelined.llm.engine import inspect_model
+    from pipelined.llm import EngineConfig, inspect_model
 
     given = {
         name: getattr(arguments, name)
-        for name in ("dtype", "context_length", "trust_remote_code")
+        for name in ("dtype", "context_length", "trust_remote_code", "load_format")
         if getattr(arguments, name, None) is not None
     }
     try:
         return inspect_model(EngineConfig(model=ref, **given))
     except ModelError:
         try:
-            return inspect_model(EngineConfig(model=ref, load_format="dummy", **given))
+            return inspect_model(EngineConfig(model=ref, **{**given, "load_format": "dummy"}))
         except ModelError:
             pass
         raise

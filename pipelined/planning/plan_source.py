@@ -87,19 +87,25 @@ class Subject:
             bounds = [sum(partition[:rank]) for rank in range(pp_size + 1)]
         return list(itertools.pairwise(bounds))
 
+    def measured(self, pp_size: int, partition: Sequence[int] | None = None) -> bool:
+        """Whether that very layout was measured."""
+        if self.exact is None:
+            return False
+        if not self.layers:
+            return len(self.exact.stages) == pp_size
+        return tuple(end - start for start, end in self.parts(pp_size, partition)) == self.exact_layers
+
     def stages(self, pp_size: int, partition: Sequence[int] | None = None) -> PipelineCost:
         """Costs of a pipeline of so many stages.
 
         Raises:
             PartitionError: It cannot be cut so.
         """
+        if self.exact is not None and self.measured(pp_size, partition):
+            return self.exact
         if not self.layers:
-            if self.exact is not None and len(self.exact.stages) == pp_size:
-                return self.exact
             return PipelineCost.even(added([scaled(self.total, 1 / pp_size), self.launch]), pp_size)
         parts = self.parts(pp_size, partition)
-        if self.exact is not None and tuple(end - start for start, end in parts) == self.exact_layers:
-            return self.exact
         last = len(parts) - 1
         return PipelineCost(
             tuple(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pipelined.rank.description import RankDescription
     from pipelined.stage import Stage
 
-__all__ = ["Percentiles", "Served", "Simulation", "simulate"]
+__all__ = ["Percentiles", "Served", "Simulation", "serve_arrival", "simulate"]
 
 _SPANS = 1 << 21
 _FOREVER_S = 1e12
@@ -153,7 +153,10 @@ async def _simulate(scenario: Scenario) -> Simulation:
         await llm.trace()
         started_s = llm.now()
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_serve(llm, arrival, started_s)) for arrival in scenario.requests()]
+            tasks = [
+                group.create_task(serve_arrival(llm, arrival, [1] * arrival.prompt_tokens, started_s))
+                for arrival in scenario.requests()
+            ]
         requests = tuple(task.result() for task in tasks)
         wall_s = max(request.token_times_s[-1] for request in requests)
         spans = await llm.trace()
@@ -164,13 +167,13 @@ async def _simulate(scenario: Scenario) -> Simulation:
     return Simulation(scenario, requests, wall_s, trace, tuple(attribute(trace)), dropped)
 
 
-async def _serve(llm: AsyncLLM, arrival: Arrival, started_s: float) -> Served:
-    """One request from its arrival to its last token."""
+async def serve_arrival(llm: AsyncLLM, arrival: Arrival, prompt: Sequence[int], started_s: float) -> Served:
+    """One request from its arrival, counted from `started_s` by the engine's clock, to its last token."""
     await asyncio.sleep(started_s + arrival.at_s - llm.now())
     arrived_s = llm.now()
     params = SamplingParams(max_tokens=arrival.output_tokens, temperature=0, seed=0, ignore_eos=True)
     times: list[float] = []
-    async for output in llm.generate([1] * arrival.prompt_tokens, params):
+    async for output in llm.generate(prompt, params):
         times += [llm.now() - started_s] * (len(output.outputs[0].token_ids) - len(times))
     metrics = output.metrics
     return Served(
