@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import operator
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from pipelined.llm.describing import config_of, describe_ranks, inspect_model
 from pipelined.llm.epochs import EngineState, Epochs, Restarts
 from pipelined.llm.partition import partition_layers
 from pipelined.llm.profiles import known_costs
-from pipelined.llm.requests import LiveRequest, with_seed
+from pipelined.llm.requests import LiveRequest, token_ids_of, with_seed
 from pipelined.llm.text import Tokenizer
 from pipelined.messages import Cancel, Outputs, SamplingParams
 from pipelined.pipeline import ProcessWorld, TaskWorld, World
@@ -221,7 +220,7 @@ class AsyncLLM:
                 raise InvalidRequestError("the prompt is empty; expected at least one token")
             tokens = self.tokenizer.encode(prompt)
         else:
-            tokens = _token_ids(prompt)
+            tokens = token_ids_of(prompt)
         if not tokens:
             raise InvalidRequestError("the prompt is empty; expected at least one token")
         wrong = next((token for token in tokens if not 0 <= token < self.info.vocab_size), None)
@@ -238,13 +237,31 @@ class AsyncLLM:
             raise InvalidRequestError(f"the prompt has {len(tokens)} tokens; the KV cache was limited to {capacity}")
         return tokens
 
+    async def checked(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """As `check`, but what may take long is done in a thread."""
+        if len(prompt) > _ENCODE_INLINE_CHARACTERS or params.constrained:
+            return await off_loop(lambda: self.check(prompt, params))
+        return self.check(prompt, params)
+
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        checked: bool = False,
     ) -> AsyncGenerator[RequestOutput]:
         """Complete a prompt; yields its output whenever it has grown, at last with `finished` true.
 
         The object is the same each time. Closing the generator, or cancelling the task that iterates it, aborts the
         request; its pages are back within a step.
+
+        Args:
+            prompt: Text or token ids.
+            params: How to sample; None: the defaults.
+            request_id: For `abort`; None: a fresh one.
+            checked: The prompt is what `checked` or `check` returned for these parameters. Then the request is known,
+                and can be aborted, from the first step of the generator on.
 
         Raises:
             InvalidRequestError: The request cannot be served. Others are not touched.
@@ -254,10 +271,8 @@ class AsyncLLM:
         self._admitting()
         params = with_seed(params or SamplingParams())
         text = prompt if isinstance(prompt, str) else None
-        if len(prompt) > _ENCODE_INLINE_CHARACTERS or params.constrained:
-            tokens = await off_loop(lambda: self.check(prompt, params))
-        else:
-            tokens = self.check(prompt, params)
+        if not checked or isinstance(prompt, str):
+            prompt = await self.checked(prompt, params)
         key = str(next(self._keys))
         request_id = request_id if request_id is not None else f"request-{key}"
         if self._named(request_id) is not None:
@@ -265,7 +280,7 @@ class AsyncLLM:
         key = f"{key}:{request_id}"  # so that its name is known wherever it is spoken of
         epochs = self._admitting()
         clock = epochs.world.clock
-        live = LiveRequest(request_id, text, tokens, params, self.tokenizer, clock.now(), key)
+        live = LiveRequest(request_id, text, list(prompt), params, self.tokenizer, clock.now(), key)
         self._live[key] = live
         if self.watcher is not None:
             self.watcher.arrived(live, clock.now())
@@ -290,14 +305,14 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """End a request; its output finishes with reason "abort". Unknown ids are ignored."""
-        live = self._named(request_id)
-        if live is None:
+        live, epochs = self._named(request_id), self._epochs
+        if live is None or epochs is None:
             return
-        if self._epochs is not None and self._epochs.live is not None:
+        if epochs.live is not None:
             for sub_id in live.unfinished():
                 self._cancel(sub_id)
         else:  # between two epochs: nobody else works on it
-            live.abort(self.now())
+            live.abort(epochs.world.clock.now())
 
     def lose(self, error: PipelinedError) -> None:
         """Whoever watches it has seen that the pipeline cannot go on: as if a rank had been lost (`error.rank`)."""
@@ -380,11 +395,3 @@ class AsyncLLM:
         """The spans of each rank since the last call."""
         spans = await self._open().query("trace")
         return {rank: [Span(*span) for span in of_rank] for rank, of_rank in spans.items()}
-
-
-def _token_ids(prompt: Sequence[int]) -> list[int]:
-    try:
-        return [operator.index(token) for token in prompt]
-    except TypeError:
-        wrong = next(token for token in prompt if not hasattr(token, "__index__"))
-        raise InvalidRequestError(f"token id {wrong!r} is no whole number; expected text, or a list of them") from None

@@ -3,27 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import secrets
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from pipelined.errors import InvalidRequestError
 from pipelined.llm.outputs import CompletionOutput, RequestOutput, logprobs_of, prompt_logprobs_of
 from pipelined.llm.text import TextStream
 from pipelined.messages import Request, pack_tokens, unpack_tokens
 from pipelined.messages import RequestOutput as News
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pipelined.errors import PipelinedError
     from pipelined.llm.text import Tokenizer
     from pipelined.messages import SamplingParams, TokenLogprob
 
-__all__ = ["LiveRequest", "with_seed"]
+__all__ = ["LiveRequest", "token_ids_of", "with_seed"]
 
 
 def with_seed(params: SamplingParams) -> SamplingParams:
     """The same, with a fresh seed if it had none."""
     return params if params.seed is not None else msgspec.structs.replace(params, seed=secrets.randbits(63))
+
+
+def token_ids_of(prompt: Sequence[int]) -> list[int]:
+    """The prompt, if it is a list of whole numbers.
+
+    Raises:
+        InvalidRequestError: It is not; names what is none.
+    """
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError:
+        wrong = next(token for token in prompt if not hasattr(token, "__index__"))
+        raise InvalidRequestError(f"token id {wrong!r} is no whole number; expected text, or a list of them") from None
 
 
 class LiveRequest:

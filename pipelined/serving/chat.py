@@ -11,7 +11,7 @@ from starlette.responses import Response
 from pipelined.clock import off_loop
 from pipelined.errors import InvalidRequestError
 from pipelined.serving.conversation import rendered
-from pipelined.serving.generation import Answer, Deltas, EventStream, Job, follow, tokenized, usage
+from pipelined.serving.generation import Answer, Deltas, EventStream, Job, follow, usage
 from pipelined.serving.logprobs import chat_logprobs
 from pipelined.serving.params import sampling_params
 from pipelined.serving.protocol import ChatRequest
@@ -78,7 +78,7 @@ class _Chat:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             **self._tools.constraint,
         )
-        self.job = Job(self._id, await tokenized(server.engine, tokens, params), params)
+        self.job = Job(self._id, await server.engine.checked(tokens, params), params)
 
     def _most_tokens(self, prompt_tokens: int) -> int:
         """As asked for; else what the context has room for."""
@@ -86,11 +86,14 @@ class _Chat:
         given = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         return given if given is not None else max(1, self._server.engine.info.context_length - prompt_tokens)
 
+    def _aborted(self) -> bool:
+        return self._server.gate.is_aborted(self._id)
+
     # ---- whole ----
 
     async def whole(self) -> dict[str, Any]:
         """Everything at once."""
-        output = (await follow(self._server.engine, [self.job]))[0]
+        output = (await follow(self._server.engine, [self.job], aborted=self._aborted))[0]
         choices = [self._choice(choice) for choice in output.outputs]
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage([output])}
 
@@ -137,7 +140,7 @@ class _Chat:
                     told["usage"] = usage([output])
                 await emit({**head, "choices": [self._piece(delta, streams[index])], **told})
 
-        outputs = await follow(self._server.engine, [self.job], on_output)
+        outputs = await follow(self._server.engine, [self.job], on_output, aborted=self._aborted)
         if options is not None and options.include_usage:
             await emit({**head, "choices": [], "usage": usage(outputs)})
 

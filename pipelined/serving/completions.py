@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pipelined.errors import InvalidRequestError
-from pipelined.serving.generation import Answer, Deltas, EventStream, Job, follow, tokenized, usage
+from pipelined.serving.generation import Answer, Deltas, EventStream, Job, follow, usage
 from pipelined.serving.logprobs import CompletionLogprobs
 from pipelined.serving.params import sampling_params
 from pipelined.serving.protocol import CompletionRequest
@@ -87,15 +87,18 @@ class _Completion:
         )
         request_id = self._head["id"]
         for number, prompt in enumerate(prompts):
-            tokens = await tokenized(engine, prompt, params)
+            tokens = await engine.checked(prompt, params)
             name = f"{request_id}-{number}" if len(prompts) > 1 else str(request_id)
             self.jobs.append(Job(name, tokens, params, prompt if isinstance(prompt, str) else None))
+
+    def _aborted(self) -> bool:
+        return self._server.gate.is_aborted(str(self._head["id"]))
 
     # ---- whole ----
 
     async def whole(self) -> dict[str, Any]:
         """Everything at once."""
-        outputs = await follow(self._server.engine, self.jobs)
+        outputs = await follow(self._server.engine, self.jobs, aborted=self._aborted)
         choices = [
             self._choice(place * job.params.n + choice.index, job, output, choice)
             for place, (job, output) in enumerate(zip(self.jobs, outputs, strict=True))
@@ -158,7 +161,7 @@ class _Completion:
                     event["usage"] = usage(now) if options.continuous_usage_stats else None
                 await emit(event)
 
-        outputs = await follow(self._server.engine, self.jobs, on_output)
+        outputs = await follow(self._server.engine, self.jobs, on_output, aborted=self._aborted)
         if options is not None and options.include_usage:
             await emit({**self._head, "choices": [], "usage": usage(outputs)})
 

@@ -32,6 +32,7 @@ class Gate:
         self.inside = 0
         self.closed = False
         self._ids: dict[str, int] = {}
+        self._aborted: set[str] = set()
         self._pace_s = 1.0
         self._ended_s: float | None = None
 
@@ -46,6 +47,15 @@ class Gate:
     def sequences(self, request_id: str) -> int:
         """How many belong to a request; 0 if it is not inside."""
         return self._ids.get(request_id, 0)
+
+    def abort(self, request_id: str) -> None:
+        """Note that a request inside is not wanted any more."""
+        if request_id in self._ids:
+            self._aborted.add(request_id)
+
+    def is_aborted(self, request_id: str) -> bool:
+        """Whether that was noted."""
+        return request_id in self._aborted
 
     def check(self, request_id: str, sequences: int) -> None:
         """Whether it could be let in now.
@@ -81,6 +91,7 @@ class Gate:
             yield
         finally:
             del self._ids[request_id]
+            self._aborted.discard(request_id)
             self.inside -= sequences
             self._ended(sequences)
 

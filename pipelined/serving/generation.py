@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from starlette.responses import Response
 
-from pipelined.clock import off_loop
+from pipelined.llm.outputs import CompletionOutput, RequestOutput
 from pipelined.serving.encoding import JsonResponse, encode
 from pipelined.serving.problems import Problem, problem_of
 
@@ -20,20 +20,19 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-    from pipelined.llm import AsyncLLM, RequestOutput
-    from pipelined.llm.outputs import CompletionOutput, Logprobs
+    from pipelined.llm import AsyncLLM
+    from pipelined.llm.outputs import Logprobs
     from pipelined.messages import SamplingParams
 
     Emit = Callable[[Any], Awaitable[None]]
     Work = Callable[[Emit], Coroutine[Any, Any, None]]
 
-__all__ = ["Answer", "Delta", "Deltas", "EventStream", "Job", "follow", "tokenized", "usage", "while_wanted"]
+__all__ = ["Answer", "Delta", "Deltas", "EventStream", "Job", "follow", "usage", "while_wanted"]
 
 T = TypeVar("T")
 
 logger = logging.getLogger("pipelined.serving")
 
-_INLINE_CHARACTERS: Final = 4_000
 _BODY: Final = "http.response.body"
 _FAULT: Final = 500
 _UNBUFFERED: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -56,21 +55,19 @@ class Job:
     text: str | None = None
 
 
-async def tokenized(engine: AsyncLLM, prompt: str | list[int], params: SamplingParams) -> list[int]:
-    """As `AsyncLLM.check`, with long prompts away from the loop."""
-    if len(prompt) > _INLINE_CHARACTERS or params.constrained:
-        return await off_loop(lambda: engine.check(prompt, params))
-    return engine.check(prompt, params)
-
-
 async def follow(
-    engine: AsyncLLM, jobs: Sequence[Job], on_output: Callable[[int, RequestOutput], Awaitable[None]] | None = None
+    engine: AsyncLLM,
+    jobs: Sequence[Job],
+    on_output: Callable[[int, RequestOutput], Awaitable[None]] | None = None,
+    *,
+    aborted: Callable[[], bool] = lambda: False,
 ) -> list[RequestOutput]:
     """Run all the jobs at once.
 
     Args:
         engine: Runs them.
-        jobs: Prompts.
+        jobs: Prompts, checked already.
+        aborted: Whether that was asked for before the engine knew of them.
         on_output: Called with a job's place and its output each time that it has grown; the next waits for it.
 
     Returns:
@@ -79,7 +76,13 @@ async def follow(
     found: list[Any] = [None] * len(jobs)
 
     async def one(place: int, job: Job) -> None:
-        async with aclosing(engine.generate(job.tokens, job.params, job.id)) as outputs:
+        if aborted():
+            choices = [CompletionOutput(index, finish_reason="abort") for index in range(job.params.n)]
+            found[place] = RequestOutput(job.id, job.text, job.tokens, choices, finished=True)
+            if on_output is not None:
+                await on_output(place, found[place])
+            return
+        async with aclosing(engine.generate(job.tokens, job.params, job.id, checked=True)) as outputs:
             async for output in outputs:
                 found[place] = output
                 if on_output is not None:

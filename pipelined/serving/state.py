@@ -107,6 +107,7 @@ class ServerState:
 
     async def abort(self, request_id: str) -> None:
         """End everything that the engine does for a request; what it has given stays given."""
+        self.gate.abort(request_id)
         for name in (request_id, *(f"{request_id}-{number}" for number in range(self.gate.sequences(request_id)))):
             await self.engine.abort(name)
 

@@ -35,10 +35,10 @@ async def test_probes_do_not_pile_up(serve: Any) -> None:
         asked = 0
         generate = served.engine.generate
 
-        def counted(*args: Any) -> Any:
+        def counted(*args: Any, **more: Any) -> Any:
             nonlocal asked
             asked += 1
-            return generate(*args)
+            return generate(*args, **more)
 
         served.engine.generate = counted
         async with asyncio.TaskGroup() as group:
@@ -52,7 +52,7 @@ async def test_probes_do_not_pile_up(serve: Any) -> None:
 async def test_a_probe_without_a_token_is_unhealthy(serve: Any) -> None:
     async with serve(server={"probe_timeout_s": 0.05}) as served:
 
-        async def never(*_: Any) -> Any:
+        async def never(*_: Any, **__: Any) -> Any:
             await asyncio.Event().wait()
             yield
 
@@ -125,7 +125,7 @@ async def test_slow_requests_are_ended(serve: Any) -> None:
 async def test_silent_streams_are_kept_alive(serve: Any) -> None:
     async with serve(server={"keep_alive_s": 0.01}) as served:
 
-        async def slow(*_: Any) -> Any:
+        async def slow(*_: Any, **__: Any) -> Any:
             await asyncio.sleep(0.1)
             return
             yield

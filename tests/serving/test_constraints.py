@@ -62,9 +62,9 @@ async def test_a_loss_in_the_middle_changes_nothing(serve: Any, tiny: str) -> No
         number, lost = 0, False
         generate = served.engine.generate
 
-        async def disturbed(*args: Any) -> Any:
+        async def disturbed(*args: Any, **more: Any) -> Any:
             nonlocal number, lost
-            async for output in generate(*args):
+            async for output in generate(*args, **more):
                 number += 1
                 if number == 8 and not lost:
                     lost = True
