@@ -20,6 +20,7 @@ from pipelined.errors import (
 from pipelined.llm.config import EngineConfig
 from pipelined.llm.describing import config_of, describe_ranks, inspect_model
 from pipelined.llm.epochs import EngineState, Epochs, Restarts
+from pipelined.llm.memory import check_memory
 from pipelined.llm.partition import partition_layers
 from pipelined.llm.profiles import known_costs
 from pipelined.llm.requests import LiveRequest, token_ids_of, with_seed
@@ -148,6 +149,7 @@ class AsyncLLM:
         epochs.on_state = lambda state: self.on_state(state)
         world.on_progress(lambda rank, what: self.on_progress(rank, what))
         try:
+            await check_memory(self.info, self.layers, self.config.device, world)
             await epochs.start()
         except BaseException:
             self._epochs = None

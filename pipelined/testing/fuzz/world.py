@@ -133,7 +133,8 @@ class FuzzWorld(TaskWorld):
     def setting_up(self, rank: int) -> None:
         """A stage is set up."""
         for kill in self.case.kills:
-            if kill.rank == rank and kill.phase == "setup" and kill.count:
+            if kill.rank == rank and kill.phase == "setup" and kill.count and kill not in self._begun:
+                self._begun.append(kill)
                 self.end_later(kill)
 
     def end_later(self, kill: Kill) -> None:
