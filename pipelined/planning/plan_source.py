@@ -139,8 +139,7 @@ def of_profile(profile: Profile, source: str, info: ModelInfo | None) -> Subject
     fingerprint = profile.fingerprint
     count = sum(fingerprint.layers)
     if info is not None:
-        names = {info.ref, info.fingerprint, info.path, Path(info.ref).name}
-        if fingerprint.model not in names:
+        if not _same_model(profile, info):
             raise ConfigError(
                 f"{source} is of another model: {fingerprint.model!r}, not {info.ref!r}; profile this one"
             )
@@ -163,6 +162,14 @@ def of_profile(profile: Profile, source: str, info: ModelInfo | None) -> Subject
         exact_layers=fingerprint.layers,
         info=info,
     )
+
+
+def _same_model(profile: Profile, info: ModelInfo) -> bool:
+    """By weights and configuration where both are known; random weights have the sizes of real ones, so names do."""
+    fingerprint = profile.fingerprint
+    if fingerprint.digest and info.options.load_format == "auto":
+        return fingerprint.digest == info.fingerprint
+    return fingerprint.model in {info.ref, info.path, Path(info.ref).name}
 
 
 def of_scenario(scenario: Scenario, source: str) -> Subject:

@@ -239,9 +239,15 @@ def test_a_profile_keeps_what_was_measured_and_shares_the_rest_out() -> None:
     assert "p.json, measured on this with layers 8-24" in subject.basis
 
 
-@pytest.mark.parametrize("fields", [{"model": "another"}, {"layers": (8, 8)}])
+def test_the_digest_of_a_profile_counts_more_than_a_name() -> None:
+    assert of_profile(profile(model="renamed", digest="abc"), "p.json", model()).ref == "some/model"
+
+
+@pytest.mark.parametrize("fields", [{"model": "another"}, {"layers": (8, 8)}, {"digest": "other"}])
 def test_a_profile_of_another_model_is_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"p\.json is of another model: .*(another|16 layers)"):
+    with pytest.raises(
+        ConfigError, match=r"p\.json is of another model: .*(another|16 layers|'some/model' with other weights)"
+    ):
         of_profile(profile(**fields), "p.json", model())
 
 
