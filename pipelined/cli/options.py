@@ -27,6 +27,11 @@ def int_list(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 14,16") from None
 
 
+def _partition(text: str) -> tuple[int, ...] | str:
+    """`14,16`, or `auto`, for argparse."""
+    return text if text == "auto" else int_list(text)
+
+
 def add_engine_options(parser: argparse.ArgumentParser, *, model_may_come_later: bool = False) -> None:
     """The model and how to run it.
 
@@ -57,9 +62,10 @@ def add_engine_options(parser: argparse.ArgumentParser, *, model_may_come_later:
     )
     option(
         "--layer-partition",
-        type=int_list,
+        type=_partition,
         metavar="N,N",
-        help="layers of each stage; default even, larger parts later (or $SGLANG_PP_LAYER_PARTITION)",
+        help="layers of each stage, or auto: by what layers take, measured first or taken from --profile; "
+        "default even, larger parts later (or $SGLANG_PP_LAYER_PARTITION)",
     )
     option(
         "--chunked-prefill-size",
@@ -194,6 +200,8 @@ def add_trace_option(parser: argparse.ArgumentParser) -> None:
 def engine_config(arguments: argparse.Namespace, **changes: Any) -> EngineConfig:
     """The engine's settings from parsed options; `changes` win. Options not given may come from the environment.
 
+    A layer partition of "auto" is measured here, which takes as long as loading the model.
+
     Raises:
         ConfigError: A value is out of range.
     """
@@ -209,6 +217,10 @@ def engine_config(arguments: argparse.Namespace, **changes: Any) -> EngineConfig
             f"chunked_prefill_size={given['chunked_prefill_size']} is out of range; "
             f"expected a multiple of page_size={given['page_size']}"
         )
+    if given.get("layer_partition") == "auto":
+        from pipelined.llm.layer_costs import with_auto_partition
+
+        return with_auto_partition(EngineConfig(**{**given, "layer_partition": None}))
     return EngineConfig(**given)
 
 

@@ -19,7 +19,8 @@ class EngineConfig:
     Attributes:
         model: A Hugging Face directory or hub id, a .gguf file, or an alias (`smollm2`).
         pp_size: Pipeline stages, a rank each.
-        layer_partition: Layers of each stage; None: even, the larger parts on the later stages.
+        layer_partition: Layers of each stage; None: even, the larger parts on the later stages. As a keyword of `LLM`
+            and `AsyncLLM` also "auto": by what layers take, measured at once.
         dtype: "auto", "float32", "bfloat16" or "float16".
         load_format: "auto", or "dummy" for random weights from the configuration.
         context_length: Longest prompt plus output; None: the model's own.

@@ -86,6 +86,8 @@ def describe_ranks(
 def config_of(model: str, settings: dict[str, Any]) -> EngineConfig:
     """Settings as keyword arguments.
 
+    A `layer_partition` of "auto" is measured, or taken from the profile, at once: see `with_auto_partition`.
+
     Raises:
         ConfigError: One is unknown or out of range.
     """
@@ -94,6 +96,10 @@ def config_of(model: str, settings: dict[str, Any]) -> EngineConfig:
         if name not in known:
             raise ConfigError(f"unknown setting {name!r}{nearest(name, known)}")
     partition = settings.get("layer_partition")
+    if partition == "auto":
+        from pipelined.llm.layer_costs import with_auto_partition
+
+        return with_auto_partition(EngineConfig(model=model, **{**settings, "layer_partition": None}))
     if partition is not None:
         settings = {**settings, "layer_partition": tuple(partition)}
     return EngineConfig(model=model, **settings)

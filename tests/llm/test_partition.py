@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelined.errors import PartitionError
-from pipelined.llm.partition import partition_layers
+from pipelined.llm.partition import partition_by_cost, partition_layers
 from pipelined.stage import ModelInfo
 
 
@@ -89,3 +89,70 @@ def test_what_is_asked_for_is_done(sizes: list[int]) -> None:
 def test_what_cannot_be(info: ModelInfo, pp_size: int, sizes: list[int] | None, match: str) -> None:
     with pytest.raises(PartitionError, match=match):
         partition_layers(info, pp_size, sizes)
+
+
+def every_division(ends: list[int], pp_size: int) -> list[list[tuple[int, int]]]:
+    return [
+        list(itertools.pairwise((0, *chosen, ends[-1]))) for chosen in itertools.combinations(ends[:-1], pp_size - 1)
+    ]
+
+
+@given(data=st.data())
+def test_by_cost_is_the_best_of_all_divisions(data: st.DataObject) -> None:
+    layers = data.draw(st.integers(1, 9))
+    cuts = tuple(sorted(data.draw(st.sets(st.integers(1, layers - 1)) if layers > 1 else st.just(set()))))
+    pp_size = data.draw(st.integers(1, len(cuts) + 1))
+    # a hundred units each on average, so that times are exact
+    times = data.draw(st.lists(st.integers(1, 6), min_size=layers, max_size=layers))
+    embedding, head = data.draw(st.integers(0, 8)), data.draw(st.integers(0, 8))
+    limit = data.draw(st.none() | st.integers(1, layers + 4))
+    unit = sum(times) / layers / 100
+
+    def cost(start: int, end: int) -> int:
+        own = sum(round(seconds / unit) for seconds in times[start:end])
+        return own + (start == 0) * round(embedding / unit) + (end == layers) * round(head / unit)
+
+    def fits(start: int, end: int) -> bool:
+        # bytes: 1 a layer, 1 the embedding, 1 the head, and 2 of KV a layer for 2 tokens
+        return limit is None or 3 * (end - start) + (start == 0) + (end == layers) <= 3 * limit
+
+    legal = [
+        parts for parts in every_division([*cuts, layers], pp_size) if all(fits(start, end) for start, end in parts)
+    ]
+
+    def find() -> list[tuple[int, int]]:
+        return partition_by_cost(
+            model(layers, cuts),
+            pp_size,
+            times,
+            embedding_s=embedding,
+            head_s=head,
+            stage_bytes=None if limit is None else 3 * limit,
+            kv_tokens=2,
+        )
+
+    if not legal:
+        with pytest.raises(PartitionError, match="no division of"):
+            find()
+        return
+    values = {tuple(sizes_of(parts)): [cost(start, end) for start, end in parts] for parts in legal}
+    best = min(values, key=lambda sizes: (max(values[sizes]), sum(v * v for v in values[sizes]), sizes))
+    assert tuple(sizes_of(find())) == best
+
+
+@given(layers=st.integers(1, 60), data=st.data())
+def test_layers_alike_are_divided_evenly_larger_parts_later(layers: int, data: st.DataObject) -> None:
+    pp_size = data.draw(st.integers(1, layers))
+    noise = [1.0 + data.draw(st.floats(0, 0.004)) for _ in range(layers)]
+    found = partition_by_cost(model(layers), pp_size, noise)
+    assert found == partition_layers(model(layers), pp_size), "times within a hundredth of a layer count as equal"
+
+
+def test_embedding_and_head_count() -> None:
+    assert sizes_of(partition_by_cost(model(30), 2, [1.0] * 30, head_s=4.0)) == [17, 13]
+    assert sizes_of(partition_by_cost(model(30), 2, [1.0] * 30, embedding_s=2.0)) == [14, 16]
+    assert sizes_of(partition_by_cost(model(6), 3, [5.0, 1, 1, 1, 1, 1])) == [1, 2, 3]
+    with pytest.raises(PartitionError, match="times of 3 layers"):
+        partition_by_cost(model(6), 3, [1.0] * 3)
+    with pytest.raises(PartitionError, match="legal cuts"):
+        partition_by_cost(model(6, (2,)), 3, [1.0] * 6)
