@@ -69,7 +69,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--goal", default="ttft", metavar="GOAL", help="ttft, latency (of whole answers) or throughput (default: ttft)"
     )
-    parser.add_argument("--budget", type=float, default=120.0, metavar="SECONDS", help="for the search (default: 120)")
+    parser.add_argument("--budget-s", type=float, default=120.0, metavar="S", help="time for the search (default: 120)")
     parser.add_argument(
         "--measure",
         action=argparse.BooleanOptionalAction,
@@ -92,8 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.rounds < 1:
         raise ConfigError(f"--rounds {arguments.rounds} is out of range; expected 1 or more")
-    if not arguments.budget > 0:
-        raise ConfigError(f"--budget {arguments.budget} is out of range; expected more than 0 seconds")
+    if not arguments.budget_s > 0:
+        raise ConfigError(f"--budget-s {arguments.budget_s} is out of range; expected more than 0 seconds")
     task = _task(arguments)
     config, subject = task.config, task.subject
     tuner = Tuner(
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_running_requests=config.max_running_requests,
         known_costs=bool(config.profile),
         target_itl_s=config.target_itl_s,
-        budget_s=arguments.budget,
+        budget_s=arguments.budget_s,
         progress=_progress if sys.stderr.isatty() else None,
     )
     tuned = tuner.search()
@@ -324,7 +324,7 @@ def _print(task: _Task, tuned: Tuned, proof: _Proof, command: list[str] | None, 
         say(f"not measured: {proof.reason}")
     say(f"costs: {task.subject.basis}")
     if tuned.cut_short:
-        say("the search was cut short; give it more time with --budget")
+        say("the search was cut short; give it more time with --budget-s")
     _print_table(console, tuned)
 
 

@@ -140,9 +140,9 @@ def of_profile(profile: Profile, source: str, info: ModelInfo | None) -> Subject
     count = sum(fingerprint.layers)
     if info is not None:
         if not _same_model(profile, info):
-            raise ConfigError(
-                f"{source} is of another model: {fingerprint.model!r}, not {info.ref!r}; profile this one"
-            )
+            renamed = fingerprint.model != info.ref
+            what = f"{fingerprint.model!r}, not {info.ref!r}" if renamed else "it has other weights or settings"
+            raise ConfigError(f"{source} is of another model: {what}; profile this one")
         if count != info.layers:
             raise ConfigError(f"{source} is of another model: it has {count} layers, {info.ref} {info.layers}")
     layers = tuple(

@@ -85,7 +85,7 @@ def test_a_profile_of_another_machine_is_not_measured(
     workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = profile(tmp_path / "p.json", machine="a far one")
-    words = ["tune", source, "--device", "emulated", "--workload", workload, "--budget", "0.001", "--json"]
+    words = ["tune", source, "--device", "emulated", "--workload", workload, "--budget-s", "0.001", "--json"]
     assert main(words) == 0
     found = json.loads(capsys.readouterr().out)
     assert "machine 'a far one', not 'emulated'" in found["not_measured"]
@@ -99,7 +99,7 @@ def test_a_profile_of_another_machine_is_not_measured(
 def test_a_scenario_has_no_command(workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "s.toml"
     path.write_text("pp_size = 2\nstage = {b = 1e-5, c = 1e-2}\narrivals = [{prompt_tokens = 9}]")
-    assert main(["tune", str(path), "--workload", workload, "--budget", "0.001"]) == 0
+    assert main(["tune", str(path), "--workload", workload, "--budget-s", "0.001"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("best: fixed 256, window P+2 (no command: no model to run)")
     assert "not measured: a scenario is no model to run" in out
@@ -110,7 +110,7 @@ def test_a_scenario_has_no_command(workload: str, tmp_path: Path, capsys: pytest
     ("more", "said"),
     [
         (["--goal", "tfft"], "unknown goal 'tfft'"),
-        (["--budget", "0"], "--budget 0.0 is out of range"),
+        (["--budget-s", "0"], "--budget-s 0.0 is out of range"),
         (["--rounds", "0"], "--rounds 0 is out of range"),
         (["--link", "fast"], "'fast' is no latency"),
         (["--context-length", "1000"], "line 1: 2000 prompt tokens and 2 of output are beyond the context of 1000"),
@@ -124,7 +124,7 @@ def test_a_scenario_has_no_command(workload: str, tmp_path: Path, capsys: pytest
 def test_one_line_for_what_cannot_be(
     more: list[str], said: str, workload: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["tune", "toy://?layers=4&context=4096", "--workload", workload, "--budget", "0.001", *HARDWARE, *more]
+    words = ["tune", "toy://?layers=4&context=4096", "--workload", workload, "--budget-s", "0.001", *HARDWARE, *more]
     assert main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line

@@ -245,9 +245,7 @@ def test_the_digest_of_a_profile_counts_more_than_a_name() -> None:
 
 @pytest.mark.parametrize("fields", [{"model": "another"}, {"layers": (8, 8)}, {"digest": "other"}])
 def test_a_profile_of_another_model_is_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"p\.json is of another model: .*(another|16 layers|'some/model' with other weights)"
-    ):
+    with pytest.raises(ConfigError, match=r"p\.json is of another model: .*(another|16 layers|other weights)"):
         of_profile(profile(**fields), "p.json", model())
 
 
