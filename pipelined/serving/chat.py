@@ -21,7 +21,7 @@ from pipelined.serving.tools import ToolPlan
 if TYPE_CHECKING:
     from pipelined.llm import RequestOutput
     from pipelined.llm.outputs import CompletionOutput
-    from pipelined.serving.generation import Delta, Emit
+    from pipelined.serving.generation import Delta, Emit, Progress
     from pipelined.serving.tools import ToolStream
 
 __all__ = ["router"]
@@ -41,9 +41,15 @@ async def chat_completions(body: ChatRequest, request: Request, server: Server) 
     headers = {"X-Request-Id": request_id}
     timeout_s = server.settings.request_timeout_s
     if body.stream:
-        keep_alive_s = server.settings.keep_alive_s
+        options = body.stream_options
         return EventStream(
-            chat.stream, admission, timeout_s=timeout_s, keep_alive_s=keep_alive_s, extra_headers=headers
+            chat.stream,
+            admission,
+            timeout_s=timeout_s,
+            keep_alive_s=server.settings.keep_alive_s,
+            extra_headers=headers,
+            progress=lambda: server.progress(request_id),
+            progress_event=chat.progress if options is not None and options.include_progress else None,
         )
     return Answer(chat.whole, admission, timeout_s=timeout_s, extra_headers=headers)
 
@@ -120,6 +126,16 @@ class _Chat:
         return chat_logprobs(entries or [], tokens, self._body.top_logprobs or 0, as_ids=as_ids)
 
     # ---- stream ----
+
+    def progress(self, progress: Progress) -> dict[str, Any]:
+        """An event between the others, for clients that want to know how far the prompt is."""
+        done, total = progress
+        return {
+            **self._head,
+            "object": "chat.completion.chunk",
+            "choices": [],
+            "progress": {"done": done, "total": total},
+        }
 
     async def stream(self, emit: Emit) -> None:
         """Event by event."""

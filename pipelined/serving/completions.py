@@ -18,7 +18,7 @@ from pipelined.serving.state import RESPONSES, Server, ServerState, calendar_s
 if TYPE_CHECKING:
     from pipelined.llm import RequestOutput
     from pipelined.llm.outputs import CompletionOutput
-    from pipelined.serving.generation import Delta, Emit
+    from pipelined.serving.generation import Delta, Emit, Progress
 
 __all__ = ["router"]
 
@@ -38,9 +38,15 @@ async def completions(body: CompletionRequest, request: Request, server: Server)
     headers = {"X-Request-Id": request_id}
     timeout_s = server.settings.request_timeout_s
     if body.stream:
-        keep_alive_s = server.settings.keep_alive_s
+        options = body.stream_options
         return EventStream(
-            completion.stream, admission, timeout_s=timeout_s, keep_alive_s=keep_alive_s, extra_headers=headers
+            completion.stream,
+            admission,
+            timeout_s=timeout_s,
+            keep_alive_s=server.settings.keep_alive_s,
+            extra_headers=headers,
+            progress=lambda: server.progress(request_id),
+            progress_event=completion.progress if options is not None and options.include_progress else None,
         )
     return Answer(completion.whole, admission, timeout_s=timeout_s, extra_headers=headers)
 
@@ -138,6 +144,11 @@ class _Completion:
         return CompletionLogprobs(self._server.engine.tokenizer.token_text, as_ids=self._as_ids)
 
     # ---- stream ----
+
+    def progress(self, progress: Progress) -> dict[str, Any]:
+        """An event between the others, for clients that want to know how far the prompt is."""
+        done, total = progress
+        return {**self._head, "choices": [], "progress": {"done": done, "total": total}}
 
     async def stream(self, emit: Emit) -> None:
         """Event by event."""

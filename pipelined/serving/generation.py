@@ -27,14 +27,18 @@ if TYPE_CHECKING:
     Emit = Callable[[Any], Awaitable[None]]
     Work = Callable[[Emit], Coroutine[Any, Any, None]]
 
-__all__ = ["Answer", "Delta", "Deltas", "EventStream", "Job", "follow", "usage", "while_wanted"]
+__all__ = ["Answer", "Delta", "Deltas", "EventStream", "Job", "Progress", "follow", "usage", "while_wanted"]
 
 T = TypeVar("T")
+
+Progress = tuple[int, int]
+"""Prompt tokens computed so far, and how many must be."""
 
 logger = logging.getLogger("pipelined.serving")
 
 _BODY: Final = "http.response.body"
 _FAULT: Final = 500
+_TICK_S: Final = 1.0
 _UNBUFFERED: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -173,8 +177,8 @@ class Answer(Response):
 class EventStream(Response):
     """Server-sent events, made by `work` while the client listens; `[DONE]` at the end.
 
-    An error once the stream has begun is an event of its own (`{"error": ...}`). A comment is sent whenever nothing
-    else has been for a while.
+    An error once the stream has begun is an event of its own (`{"error": ...}`). While there is nothing else to send,
+    comments tell how far the prompt has been computed, or just that the connection lives.
     """
 
     def __init__(
@@ -185,8 +189,20 @@ class EventStream(Response):
         timeout_s: float | None,
         keep_alive_s: float,
         extra_headers: dict[str, str],
+        progress: Callable[[], Progress | None] = lambda: None,
+        progress_event: Callable[[Progress], Any] | None = None,
     ) -> None:
-        """Args: admission: Entered for as long as it takes; what it raises before the stream begins is the answer."""
+        """Describe.
+
+        Args:
+            work: Makes the events.
+            admission: Entered for as long as it takes; what it raises before the stream begins is the answer.
+            timeout_s: `work` may take that long.
+            keep_alive_s: Interval of comments on a silent stream.
+            extra_headers: Of the response.
+            progress: How far the prompt is.
+            progress_event: Makes an event of it, where the client wants that instead of comments.
+        """
         super().__init__()
         sent = {"Content-Type": "text/event-stream; charset=utf-8", **_UNBUFFERED, **extra_headers}
         self._raw = [(name.lower().encode(), value.encode("latin-1", "replace")) for name, value in sent.items()]
@@ -194,6 +210,8 @@ class EventStream(Response):
         self._admission = admission
         self._timeout_s = timeout_s
         self._keep_alive_s = keep_alive_s
+        self._progress = progress
+        self._progress_event = progress_event
         self._events = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -220,11 +238,25 @@ class EventStream(Response):
             await send({"type": _BODY, "body": b"data: [DONE]\n\n", "more_body": False})
 
     async def _beats(self, send: Send) -> None:
+        """Whatever is to be said while the work is silent."""
+        tick_s = min(_TICK_S, self._keep_alive_s)
+        silent_s, told = 0.0, None
         while True:
             before = self._events
-            await asyncio.sleep(self._keep_alive_s)
-            if self._events == before:
-                await send({"type": _BODY, "body": b": still working\n\n", "more_body": True})
+            await asyncio.sleep(tick_s)
+            silent_s = silent_s + tick_s if self._events == before else 0.0
+            progress = self._progress() if silent_s else None
+            if progress is not None and progress != told:
+                told = progress
+                body = b": prefill %d of %d tokens\n\n" % progress
+                if self._progress_event is not None:
+                    body = b"data: " + encode(self._progress_event(progress)) + b"\n\n"
+            elif silent_s >= self._keep_alive_s:
+                body = b": still working\n\n"
+            else:
+                continue
+            silent_s = 0.0
+            await send({"type": _BODY, "body": body, "more_body": True})
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ class StreamOptions(_Body):
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
+    include_progress: bool | None = False
 
 
 class JsonSchema(_Body):

@@ -105,6 +105,13 @@ class ServerState:
         name = given if _NAME.fullmatch(given) else secrets.token_hex(12)
         return name if name.startswith(prefix) else prefix + name
 
+    def progress(self, request_id: str) -> tuple[int, int] | None:
+        """Prompt tokens of a request that are computed, and how many must be; None once it has its first token."""
+        mine = [one for one in self.tally.live.values() if one.id == request_id or one.id.startswith(request_id + "-")]
+        if not mine or any(one.first_s is not None for one in mine) or not any(one.prefill_done for one in mine):
+            return None
+        return sum(one.prefill_done for one in mine), sum(one.prefill_total for one in mine)
+
     async def abort(self, request_id: str) -> None:
         """End everything that the engine does for a request; what it has given stays given."""
         self.gate.abort(request_id)

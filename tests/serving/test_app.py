@@ -135,6 +135,24 @@ async def test_silent_streams_are_kept_alive(serve: Any) -> None:
         assert response.text.startswith(": still working\n\n")
 
 
+async def test_a_long_prefill_tells_how_far_it_is(serve: Any) -> None:
+    async with serve(
+        "emulated://?layers=4&context=4096&c=0.05", device="emulated", server={"keep_alive_s": 0.05}
+    ) as served:
+        body = {"prompt": [1] * 640, "max_tokens": 1, "stream": True}
+        text = (await served.client.post("/v1/completions", json=body)).text
+        told = [line for line in text.split("\n\n") if line.startswith(": prefill")]
+        assert told
+        assert told[0].endswith("of 640 tokens")
+        body["stream_options"] = {"include_progress": True}
+        body["prompt"] = [2] * 640
+        events = await served.events("/v1/completions", body)
+        done = [event["progress"]["done"] for event in events if "progress" in event]
+        assert done
+        assert done == sorted(done)
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+
+
 async def test_profile(serve: Any, tmp_path: Path) -> None:
     async with serve(server={"profile_dir": str(tmp_path / "profiles")}) as served:
         await served.post("/stop_profile", None, 409)
