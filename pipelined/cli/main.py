@@ -22,6 +22,7 @@ _COMMANDS = (
     "trace",
     "transports",
     "fuzz",
+    "soak",
     "stages",
     "profile",
     "simulate",

@@ -368,11 +368,11 @@ class AsyncLLM:
 
     def _resume(self) -> None:
         """A new epoch has begun: everything that is not finished is asked for again, in the order of arrival."""
-        for live in tuple(self._live.values()):
-            if live.error is not None or live.output.finished:
-                continue
-            if live.submitted:
+        ahead = 0
+        for live in [one for one in self._live.values() if one.error is None and not one.output.finished]:
+            if live.submitted and ahead < self.config.max_running_requests:  # those behind only waited
                 live.losses += 1
+            ahead += len(live.unfinished())
             if live.losses < self.config.max_restarts:
                 self._submit(live)
             else:
