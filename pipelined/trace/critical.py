@@ -214,7 +214,7 @@ def path_text(path: CriticalPath, most: int = 4) -> str:
     wall_ns = path.wall_ns
     if not wall_ns:
         return "critical path: nothing happened"
-    names = {BUSY: "computing", "no_work": "no work"}
+    names = {BUSY: "computing", "no_work": "no request"}
     sums: dict[str, list[tuple[int, int]]] = {}
     for (what, rank), length_ns in path.parts_ns().items():
         sums.setdefault(what, []).append((length_ns, rank))
