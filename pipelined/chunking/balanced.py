@@ -40,6 +40,7 @@ class _Plan:
     probe: MicroBatch
     decodes: int
     bound_s: float | None
+    reached: int  # of the first prompt: another one may be as long
     planned: int = 0
     peak_s: float = 0.0  # of what was planned
 
@@ -88,7 +89,7 @@ class BalancedChunks:
         cost = self.costs.cost
         bound_s = self._bound_s(load)
         plan = self._plan
-        if plan is not None and self._holds(plan, load, prefix_tokens + remaining_tokens, bound_s):
+        if plan is not None and self._holds(plan, load, prefix_tokens, remaining_tokens, bound_s):
             return plan.target
         # As the queue says, but for the first prompt: its prefix may have turned out to be cached.
         queue = ((prefix_tokens, remaining_tokens), *load.queue[1 : load.prompts])
@@ -113,6 +114,7 @@ class BalancedChunks:
             probe,
             load.decodes,
             bound_s,
+            prefix_tokens,
             peak_s=task.sunk_s,
         )
         return self._plan.target
@@ -139,11 +141,11 @@ class BalancedChunks:
             return None
         return self.target_itl_s / max(self.costs.pp_size, len(load.flying) + 1)
 
-    def _holds(self, plan: _Plan, load: Load, ends: int, bound_s: float | None) -> bool:
+    def _holds(self, plan: _Plan, load: Load, prefix: int, remaining: int, bound_s: float | None) -> bool:
         if min(plan.prompts, load.prompts) > FEW_PROMPTS:  # one more or less, or the next one's turn: no matter
             if plan.planned >= _LAST or not _alike(plan.prompts, load.prompts):
                 return False
-        elif plan.ends != ends or plan.prompts != load.prompts:
+        elif (plan.ends, plan.prompts) != (prefix + remaining, load.prompts) or prefix < plan.reached:
             return False
         if plan.bound_s != bound_s or not _alike(plan.decodes, load.decodes):
             return False
@@ -156,10 +158,12 @@ class BalancedChunks:
                 return False
         return True
 
-    def spent(self, seconds: float, *, first: bool) -> None:
-        """A chunk was planned, and its micro-batch takes so long by now."""
+    def spent(self, seconds: float, end: int, *, first: bool) -> None:
+        """A chunk was planned, up to `end` of its prompt, and its micro-batch takes so long by now."""
         if self._plan is not None:
-            self._plan.planned += first
+            if first:
+                self._plan.planned += 1
+                self._plan.reached = end
             self._plan.peak_s = max(self._plan.peak_s, seconds)
 
 
@@ -202,4 +206,4 @@ class _BalancedBudget:
         self._used_s = [
             used + stage.chunk_s(prefix_tokens, tokens) for used, stage in zip(self._used_s, stages, strict=True)
         ]
-        self._policy.spent(max(self._used_s), first=first)
+        self._policy.spent(max(self._used_s), prefix_tokens + tokens, first=first)

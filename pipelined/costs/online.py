@@ -27,7 +27,10 @@ Attention costs as much as all the rest at a prefix of about 8K tokens, as on th
 first chunks then are small rather than large, which costs less if it is wrong, and shows what a launch does cost.
 """
 
-_TRUST = 0.01  # weight of the prior against that of one measurement
+_TRUST = 0.01  # weight of a profile against that of one measurement
+_GUESS = 1e-3  # likewise of a mere shape
+_PREFIX_TRUST = 100.0  # what grows with the prefix is attention, rather than a price of any chunk, until proven
+_LAUNCH_TRUST = 10.0  # per squared second: that launches differ by much more than 10 ms takes some measurements to say
 _MOST_LAUNCH_S = 0.005  # expected of a launch before it is known: machines differ less in this than in tokens
 _WILD = 4.0  # this many times off the prediction is an accident, unless it goes on
 _ACCIDENTS = 4
@@ -116,7 +119,11 @@ class OnlineFit:
             prior = prior * median_low(self._scales)
             prior[0] = min(prior[0], _MOST_LAUNCH_S)
         unit = np.maximum(self._typical, 1e-12 / max(self._scales))
-        trust = np.diag(_TRUST * unit * unit)
+        weights = (_TRUST if self._known else _GUESS) * unit * unit
+        if not self._known:
+            weights[0] = max(weights[0], _LAUNCH_TRUST)
+            weights[2] *= _PREFIX_TRUST
+        trust = np.diag(weights)
         gram = self._gram + trust
         moment = self._moment + trust @ prior
         column = 1 / np.sqrt(np.diag(gram))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pipelined.llm import AsyncLLM, EngineConfig, RequestOutput
     from pipelined.trace import Span
 
-__all__ = ["Measurement", "StageFit", "cuts_for", "measure", "sample_of"]
+__all__ = ["Measurement", "StageFit", "condensed", "cuts_for", "measure", "sample_of"]
 
 LEAST_BUDGET_S = 1.0
 _DECODE_SHARE = 0.15  # of the time, for decodes
@@ -32,6 +32,7 @@ _ROUNDS = 64
 _DECODES = 6  # tokens that each sequence gets
 _WARM = 0  # place of the cut of what is not counted, and of prompts that only have to be there
 _SIZES = 5
+_NEAR = 64  # contexts so near each other are alike
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,8 @@ class _Session:
         llm = self._llm
         windows = tuple(sorted({window for window in llm.info.windows if window}))
         stages = []
-        for rank, samples in enumerate(self._samples):
+        for rank, all_samples in enumerate(self._samples):
+            samples = condensed(all_samples)
             try:
                 found = fit(samples, windows=windows)
             except ConfigError as error:
@@ -210,6 +212,17 @@ class _Session:
 
     def _say(self, what: str) -> None:
         self._tell(min(1.0, self._spent_s / self._budget_s), what)
+
+
+def condensed(samples: Sequence[Sample]) -> list[Sample]:
+    """Work that was measured several times, give or take a page of context, once, with its median time."""
+    groups: dict[MicroBatch, list[Sample]] = {}
+    for sample in samples:
+        work = sample.work
+        each = max(1, work.decodes)
+        near = work._replace(context_tokens=work.context_tokens // each // _NEAR * each * _NEAR)
+        groups.setdefault(near, []).append(sample)
+    return [sorted(group, key=lambda one: one.seconds)[len(group) // 2] for group in groups.values()]
 
 
 def sample_of(span: Span) -> Sample | None:

@@ -124,3 +124,21 @@ def test_by_name_and_bad_settings() -> None:
         make_policy("balanced", chunked_prefill_size=64, max_micro_batch_tokens=10)
     with pytest.raises(ConfigError, match="target_itl_s=0"):
         make_policy("balanced", chunked_prefill_size=64, target_itl_s=0)
+
+
+def test_a_prompt_as_long_as_the_one_before_is_planned_anew() -> None:
+    policy = BalancedChunks(LiveCosts(2, PipelineCost.even(StageCost(4e-7, 2e-3, 5e-3), 2)))
+
+    def serve() -> list[int]:
+        at, sizes = 0, []
+        while at < 8000:
+            flying = (MicroBatch(((at - sizes[-1], sizes[-1]),)),) if sizes else ()
+            budget = policy.micro_batch(Load(prompts=1, queue=((at, 8000 - at),), flying=flying))
+            sizes.append(budget.offer(at, 8000 - at))
+            budget.spend(at, sizes[-1])
+            at += sizes[-1]
+        return sizes
+
+    first = serve()
+    policy._plan.target = policy._plan.target._replace(seconds=99.0)  # type: ignore[union-attr]  # as if near its end
+    assert serve() == first

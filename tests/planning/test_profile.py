@@ -11,7 +11,7 @@ import pytest
 from pipelined.costs import MicroBatch, Sample, StageProfile, decode_profile, encode_profile, fit
 from pipelined.errors import ConfigError
 from pipelined.llm import EngineConfig
-from pipelined.planning.profile import Measurement, StageFit, cuts_for, measure, sample_of
+from pipelined.planning.profile import Measurement, StageFit, condensed, cuts_for, measure, sample_of
 from pipelined.planning.profile_page import write_page
 from pipelined.planning.profile_predict import predict_ttft_s
 from pipelined.planning.profile_text import TextTokens, prose
@@ -124,3 +124,10 @@ def test_prompts_are_of_text_and_begin_differently() -> None:
     assert all(len(prompt) == 100 for prompt in prompts)
     assert len({tuple(prompt[:16]) for prompt in prompts}) > 3
     assert len(TextTokens(Words(), Info(), "too short").prompt(1000)) == 1000  # type: ignore[arg-type]
+
+
+def test_what_was_measured_several_times_counts_once() -> None:
+    chunk = [Sample.of(512, 64, seconds) for seconds in (3.0, 1.0, 2.0)]
+    decodes = [Sample(MicroBatch((), 2, 200 + 2 * step), 0.1 * step) for step in range(1, 6)]
+    far = Sample(MicroBatch((), 2, 9000), 7.0)
+    assert condensed([*chunk, *decodes, far]) == [chunk[2], decodes[2], far]

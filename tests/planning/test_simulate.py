@@ -7,6 +7,7 @@ import pytest
 
 from pipelined.costs import MicroBatch, makespan
 from pipelined.planning import Arrival, Chunking, Link, Percentiles, Scenario, decode_scenario, simulate
+from pipelined.planning.scenario import StagePart
 from pipelined.trace import CAUSES
 
 BASE = decode_scenario(b"""
@@ -143,3 +144,20 @@ def test_strong_scaling_is_better_than_published(stages: int, published: float) 
         return simulate(decode_scenario(content.encode())).wall_s
 
     assert wall_s(1) / wall_s(stages) / stages > published
+
+
+@pytest.mark.parametrize("launch_s", [0.005, 0.05])
+def test_on_slow_stages_the_very_first_prompt_is_no_later_than_with_the_best_fixed_size(launch_s: float) -> None:
+    """Chunks take a second here: a launch or a prefix wrongly thought dear makes them too large for good."""
+    stage = StagePart(a=3.9e-7, b=2.33e-3, c=launch_s, d=5e-6)
+    slow = changed(
+        pp_size=2, stage=stage, arrivals=(Arrival(prompt_tokens=8000), Arrival(at_s=100, prompt_tokens=8000))
+    )
+    fixed = [
+        simulate(msgspec.structs.replace(slow, chunking=Chunking(policy="fixed", chunked_prefill_size=size)))
+        for size in (128, 256, 512)
+    ]
+    learns = simulate(msgspec.structs.replace(slow, chunking=Chunking(policy="balanced", known_costs=False)))
+    best_s = min(one.requests[0].ttft_s for one in fixed)
+    assert learns.requests[0].ttft_s < 1.005 * best_s
+    assert learns.requests[1].ttft_s < best_s
