@@ -109,7 +109,7 @@ async def test_up_to_64_tensors_and_no_more(device_kind: str, opened: Any) -> No
         None,
         "cycle",
     ],
-    ids=lambda bad: "cycle" if isinstance(bad, str) else f"{type(bad).__name__} {str(bad)[:30]}",
+    ids=lambda bad: "cycle" if isinstance(bad, str) else f"{type(bad).__name__} {str(bad)[:20]}",
 )
 async def test_what_cannot_travel_fails_alone(bad: Any, opened: Any) -> None:
     """As an input, and as what a stage returns: that input alone fails, and the pipeline goes on."""
