@@ -83,6 +83,11 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
     )
     option("--chat-template", metavar="FILE", help="a Jinja template used in place of the model's own")
     option(
+        "--trust-request-chat-template",
+        action="store_true",
+        help="take templates from requests: programs that may run for ever, if in a sandbox",
+    )
+    option(
         "--tool-call-parser",
         default=_DEFAULTS["tool_call_parser"],
         metavar="NAME",

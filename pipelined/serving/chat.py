@@ -76,6 +76,11 @@ class _Chat:
         tokenizer = server.engine.tokenizer
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs=true", param="top_logprobs")
+        if body.chat_template and not server.settings.trust_request_chat_template:
+            raise InvalidRequestError(
+                "this server takes no chat template from requests (--trust-request-chat-template)",
+                param="chat_template",
+            )
         self._tools = ToolPlan.of(body, tokenizer, server.settings)
         tokens = await off_loop(lambda: rendered(tokenizer, body, server.settings, tools=self._tools.described))
         params = sampling_params(

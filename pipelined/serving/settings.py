@@ -25,6 +25,7 @@ class ServerSettings:
         allow_anonymous: Listen beyond this machine even without a key.
         served_model_names: What clients call the model; the first is reported. Empty: the model as it was given.
         chat_template: Used in place of the model's own.
+        trust_request_chat_template: Take templates from requests: programs that may run for ever, if in a sandbox.
         tool_call_parser: How tool calls stand in the model's text; "auto" looks at the chat template.
         max_body_bytes: Largest request body.
         max_queued_requests: Sequences that may wait beyond those that run; further ones are told to come back later.
@@ -44,6 +45,7 @@ class ServerSettings:
     allow_anonymous: bool = False
     served_model_names: tuple[str, ...] = ()
     chat_template: str | None = None
+    trust_request_chat_template: bool = False
     tool_call_parser: str = "auto"
     max_body_bytes: int = 64 * 2**20
     max_queued_requests: int = 1024

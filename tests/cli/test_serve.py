@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +87,13 @@ def test_without_a_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     assert "no model" in capsys.readouterr().err
     assert main(["serve", "m", "--host", "0.0.0.0"]) == 2
     assert "--allow-anonymous" in capsys.readouterr().err
+
+
+def test_without_the_web_framework_the_line_that_installs_it_is_told() -> None:
+    script = (
+        "import sys; sys.modules['fastapi'] = sys.modules['uvicorn'] = None\n"
+        "from pipelined.cli import main; sys.exit(main(['serve', 'toy://']))"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert found.returncode == 2
+    assert "pip install 'pipelined[serve]'" in found.stderr

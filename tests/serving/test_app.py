@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from serving_tools import Served
 
 import pipelined
-from pipelined.errors import ConfigError
+from pipelined.errors import ConfigError, RankLostError
+from pipelined.llm import AsyncLLM
 from pipelined.serving import ServerSettings
 
 BODY = {"prompt": [1], "max_tokens": 1}
@@ -28,6 +30,31 @@ async def test_health_version_and_info(serve: Any) -> None:
         served.state.gate.closed = True
         assert (await served.get("/health", 503))["status"] == "draining"
         assert (await served.post("/v1/completions", BODY, 503))["error"]["code"] == "shutting_down"
+
+
+async def test_health_tells_of_a_dead_engine() -> None:
+    llm = AsyncLLM("toy://?layers=4&vocab=997&hidden=4&context=2048&kv=65536", workers="task", pp_size=2)
+    async with llm, Served(llm, ServerSettings()) as served:
+        died = asyncio.Event()
+        llm.on_state = lambda state: died.set() if state.name == "dead" else None
+        llm.lose(RankLostError("for the test", rank=1))
+        await died.wait()
+        assert (await served.get("/health", 503))["status"] == "dead"
+        assert "for the test" in (await served.get("/health", 503))["reason"]
+        assert (await served.get("/health_generate", 503))["error"]["code"] == "unhealthy"
+        assert (await served.post("/v1/completions", BODY, 503))["error"]["code"] == "engine_unavailable"
+        assert (await served.get("/server_info"))["ranks"] == {}
+
+
+async def test_health_stays_good_while_a_long_prompt_is_computed(serve: Any) -> None:
+    async with serve("emulated://?layers=4&context=4096&c=0.05", device="emulated") as served:
+        async with asyncio.TaskGroup() as group:
+            long = group.create_task(served.post("/v1/completions", {"prompt": [1] * 640, "max_tokens": 1}))
+            await served.busy()
+            while not long.done():
+                assert (await served.get("/health"))["status"] == "ready"
+                await asyncio.sleep(0.1)
+        await served.get("/health_generate")
 
 
 async def test_probes_do_not_pile_up(serve: Any) -> None:

@@ -92,9 +92,17 @@ async def test_messages_in_every_form(serve: Any, tiny: str) -> None:
     ],
 )
 async def test_what_is_wrong_is_named(serve: Any, tiny: str, change: dict[str, Any], param: str | None) -> None:
-    async with serve(tiny) as served:
+    async with serve(tiny, server={"trust_request_chat_template": True}) as served:
         refused = await served.post(URL, {"messages": HELLO, "max_tokens": 2, **change}, 400)
         assert refused["error"]["param"] == param
+
+
+async def test_templates_of_requests_are_taken_where_they_are_trusted(serve: Any, tiny: str) -> None:
+    body = {"messages": HELLO, "max_tokens": 1, "chat_template": "{{ messages[0]['content'] }}!"}
+    async with serve(tiny) as served:
+        assert (await served.post(URL, body, 400))["error"]["param"] == "chat_template"
+    async with serve(tiny, server={"trust_request_chat_template": True}) as served:
+        assert (await served.post(URL, body))["usage"]["prompt_tokens"] == len("Hello!")
 
 
 async def test_models_without_a_tokenizer_cannot_chat(serve: Any) -> None:

@@ -117,7 +117,7 @@ async def test_some_tool_must_be_called(serve: Any, tiny: str) -> None:
     ],
 )
 async def test_what_is_wrong_is_named(serve: Any, tiny: str, change: dict[str, Any], param: str) -> None:
-    async with serve(tiny) as served:
+    async with serve(tiny, server={"trust_request_chat_template": True}) as served:
         refused = await served.post(URL, {"messages": HELLO, "max_tokens": 5, **change}, 400)
         assert refused["error"]["param"] == param
 
