@@ -12,9 +12,9 @@ from pipelined.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
 
     from rich.console import Console
+    from rich.table import Table
 
     from pipelined.planning.plan import Candidate, Plan
     from pipelined.planning.plan_hardware import Hardware
@@ -193,11 +193,12 @@ def _print(plan: Plan) -> None:
 
     console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
     _print_advice(plan, console)
-    for index, tokens in enumerate(plan.lengths):
-        console.print(_table(plan, index, tokens))
+    for tokens in plan.lengths:
+        console.print(_table(plan, tokens))
     failed = [one for one in plan.candidates if one.problem]
     for one in failed:
-        console.print(f"{one.layout}: cannot be: {one.problem}", markup=False, soft_wrap=True)
+        what = "does not serve all lengths" if one.estimates else "cannot be"
+        console.print(f"{one.layout} {what}: {one.problem}", markup=False, soft_wrap=True)
 
 
 def _print_advice(plan: Plan, console: Console) -> None:
@@ -209,7 +210,7 @@ def _print_advice(plan: Plan, console: Console) -> None:
         lines.append(f"best that can be run: {chosen.layout} (no command: {plan.subject.name} is no model to run)")
     else:
         lines.append("no layout that can be run fits")
-    if best is not None and best is not chosen:
+    if best is not None and not best.layout.runnable:
         lines.append(f"{best.layout} is predicted to be better, but cannot be run yet: the runtime runs pipelines")
     memory = f", {plan.memory_bytes / 1e9:.4g} GB each" if plan.memory_bytes else ""
     rate = f"{plan.link.bandwidth_gbytes_per_s:g} GB/s" if plan.link.bandwidth_gbytes_per_s else "no bound"
@@ -219,23 +220,23 @@ def _print_advice(plan: Plan, console: Console) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
 
-def _table(plan: Plan, index: int, tokens: int) -> Any:
+def _table(plan: Plan, tokens: int) -> Table:
     from rich.table import Table
     from rich.text import Text
 
     from pipelined.planning.plan_units import bytes_text, tokens_text
 
-    shown: Sequence[Candidate] = [one for one in plan.candidates if not one.problem]
-    queued = shown[0].estimates[index].queued if shown else 0
+    shown = [(estimate, one) for one in plan.candidates if (estimate := one.estimate(tokens)) is not None]
+    shown.sort(key=lambda pair: pair[0].ttft_s)
+    queued = shown[0][0].queued if shown else 0
     title = f"\nprompts of {tokens_text(tokens)} tokens; throughput of {queued} at once"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("layout", no_wrap=True)
     for name in ("first token", "tokens/s", "bubble", "moved", "KV tokens"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("why not")
-    for one in shown:
-        estimate = one.estimates[index]
-        first = "recommended" if plan.recommended and one.layout == plan.recommended.layout else estimate.why
+    for estimate, one in shown:
+        recommended = plan.recommended is not None and one.layout == plan.recommended.layout
         table.add_row(
             str(one.layout),
             f"{estimate.ttft_s:.3f} s",
@@ -243,6 +244,6 @@ def _table(plan: Plan, index: int, tokens: int) -> Any:
             f"{100 * estimate.bubble:.1f} %",
             bytes_text(estimate.moved.total) if estimate.moved else "-",
             f"{one.kv_tokens:,}" if one.kv_tokens is not None else "-",
-            Text(first),
+            Text("recommended" if recommended else estimate.why),
         )
     return table

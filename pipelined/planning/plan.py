@@ -7,7 +7,7 @@ by the ranks that share them and slower by what those have to tell each other: a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from pipelined.costs import PipelineCost
@@ -64,10 +64,10 @@ class Candidate:
 
     Attributes:
         layout: Stages and ranks.
-        problem: Why it cannot be; "" if it can.
+        problem: Why it cannot be, or not for all lengths; "" if it can.
         partition: Layers of each stage; empty: not known.
         kv_tokens: How many the KV caches hold; None: not known.
-        estimates: By length, the shortest first; empty if it cannot be.
+        estimates: By length, the shortest first, as long as they fit.
     """
 
     layout: Layout
@@ -78,10 +78,14 @@ class Candidate:
 
     @property
     def score(self) -> float:
-        """Less is better: the mean logarithm of its times to first token."""
-        if not self.estimates:
+        """Less is better: the mean logarithm of its times to first token; infinite if it does not serve all lengths."""
+        if self.problem:
             return math.inf
         return sum(math.log(one.ttft_s) for one in self.estimates) / len(self.estimates)
+
+    def estimate(self, tokens: int) -> Estimate | None:
+        """For prompts of that length; None: they do not fit."""
+        return next((one for one in self.estimates if one.tokens == tokens), None)
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,7 @@ def make_plan(
     runnable = [one for one in found if one.layout.runnable and not one.problem]
     alike = [one for one in runnable if one.score <= runnable[0].score + _ALIKE]
     chosen = min(alike, key=lambda one: one.layout.devices, default=None)
-    told = tuple(_with_reasons(one, chosen, devices, link) for one in found)
+    told = tuple(_with_reasons(one, chosen, devices) for one in found)
     recommended = next((one for one in told if chosen is not None and one.layout == chosen.layout), None)
     return Plan(subject, tuple(lengths), devices, link, memory_bytes, told, recommended)
 
@@ -171,13 +175,12 @@ def _candidate(
         return Candidate(layout, str(error))
     partition = tuple(end - start for start, end in parts) if subject.layers else ()
     kv_tokens, problem = _room(subject, layout, parts, memory_bytes)
-    if not problem and kv_tokens is not None and kv_tokens < lengths[-1]:
+    fitting = [tokens for tokens in lengths if not problem and (kv_tokens is None or tokens <= kv_tokens)]
+    if not problem and len(fitting) < len(lengths):
         problem = f"room for {kv_tokens} tokens of keys and values; the longest prompt has {lengths[-1]}"
-    if problem:
-        return Candidate(layout, problem, partition, kv_tokens)
     cost = _cost(subject, layout, parts, link, hidden_bytes)
-    estimates = tuple(_estimate(subject, layout, parts, cost, tokens, link, hidden_bytes) for tokens in lengths)
-    return Candidate(layout, "", partition, kv_tokens, estimates)
+    estimates = tuple(_estimate(subject, layout, parts, cost, tokens, link, hidden_bytes) for tokens in fitting)
+    return Candidate(layout, problem, partition, kv_tokens, estimates)
 
 
 def _impossible(subject: Subject, layout: Layout) -> str:
@@ -281,25 +284,27 @@ def _estimate(
     )
 
 
-def _with_reasons(one: Candidate, chosen: Candidate | None, devices: int, link: Link) -> Candidate:
+def _with_reasons(one: Candidate, chosen: Candidate | None, devices: int) -> Candidate:
     """Why each is not the one to take, at each length."""
-    if chosen is None or one.layout == chosen.layout or not one.estimates:
+    if chosen is None or one.layout == chosen.layout:
         return one
     told = []
-    for mine, best in zip(one.estimates, chosen.estimates, strict=True):
-        ratio = mine.ttft_s / best.ttft_s
-        if ratio < 1 - _ALIKE:
-            why = (
-                f"{1 - ratio:.1%} sooner"
-                if one.layout.runnable
-                else f"predicted {1 - ratio:.1%} sooner; cannot be run yet"
-            )
-        elif ratio <= 1 + _ALIKE:
-            why = "as good, no better"
-        else:
-            why = f"{ratio:.2f} times as long: {_reason(one, mine, best, devices)}"
-        told.append(Estimate(**{**mine.__dict__, "why": why}))
-    return Candidate(one.layout, one.problem, one.partition, one.kv_tokens, tuple(told))
+    for mine in one.estimates:
+        best = chosen.estimate(mine.tokens)
+        assert best is not None, "what is chosen serves all lengths"
+        told.append(replace(mine, why=_why(one, mine, best, devices)))
+    return replace(one, estimates=tuple(told))
+
+
+def _why(one: Candidate, mine: Estimate, best: Estimate, devices: int) -> str:
+    ratio = mine.ttft_s / best.ttft_s
+    if ratio < 1 - _ALIKE:
+        if not one.layout.runnable:
+            return f"predicted {1 - ratio:.1%} sooner; cannot be run yet"
+        return f"{1 - ratio:.1%} sooner, but {'longer prompts do not fit' if one.problem else 'later at other lengths'}"
+    if ratio <= 1 + _ALIKE:
+        return "as good, no better"
+    return f"{ratio:.2f} times as long: {_reason(one, mine, best, devices)}"
 
 
 def _reason(one: Candidate, mine: Estimate, best: Estimate, devices: int) -> str:

@@ -130,6 +130,14 @@ def test_what_does_not_fit_is_said() -> None:
     assert best.kv_tokens == int(left / each)
     tight = plan(subject, lengths=(8192,), memory_bytes=4.2e9)
     assert {one.layout: one.problem for one in tight.candidates}[Layout(4)].startswith("room for ")
+    assert tight.recommended is None
+    short = plan(subject, lengths=(512, 8192), memory_bytes=4.2e9)
+    assert short.recommended is None
+    four = next(one for one in short.candidates if one.layout == Layout(4))
+    assert four.kv_tokens is not None
+    assert 512 <= four.kv_tokens < 8192
+    assert [one.tokens for one in four.estimates] == [512]  # the shorter ones are served all the same
+    assert four.estimate(8192) is None
     assert plan(subject, memory_bytes=1e9).recommended is None
     assert plan(subject, memory_bytes=1e9).best is None
 
