@@ -1,7 +1,8 @@
 """`shm://`: peers in different processes of one host.
 
-One Unix socket for each pair of peers carries messages, descriptors, frees and credits of all lanes; tensors lie in
-memory that the sender owns and the receiver maps (`arena`). A peer that dies is seen at once, as end of file.
+One Unix socket for each pair of peers carries messages, frees and credits of all lanes, and a second one beside it the
+descriptors of memory that the sender owns and the receiver maps (`arena`); tensors lie there. A peer that dies is seen
+at once, as end of file.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hmac
+import secrets
 import struct
 from typing import TYPE_CHECKING
 
@@ -23,11 +25,9 @@ from pipelined.transport.options import integer_option, known_options
 
 from .shm_channel import Channel
 from .shm_lanes import Kind, ShmLink, ShmMessages, ShmTensors
-from .shm_listener import Listener, reach
+from .shm_listener import TOKEN_BYTES, Listener, reach, reach_side
 
 if TYPE_CHECKING:
-    import socket
-
     from pipelined.messages import Peer
     from pipelined.transport import EndpointSpec
 
@@ -39,6 +39,7 @@ _HEADROOM_BYTES = 64 << 10  # of a frame, beyond the message or metadata in it
 _RETRY_S = 0.01
 _GREETING_S = 5.0
 _MOST_STRANGERS = 64
+_GREETING_LIMIT_BYTES = TOKEN_BYTES + HELLO_LIMIT_BYTES
 
 
 class ShmTransport:
@@ -55,6 +56,7 @@ class ShmTransport:
     async def open(self, spec: EndpointSpec) -> ShmEndpoint:
         """See `Transport`."""
         endpoint = ShmEndpoint(spec, self.capabilities, self._window or spec.window, self._arena_mib << 20)
+        await endpoint.listen()
         return await endpoint.connect_first()
 
 
@@ -72,9 +74,13 @@ class ShmEndpoint(BaseEndpoint):
         self._dialling: set[Peer] = set()
         self._strangers: dict[Channel, asyncio.TimerHandle] = {}
         self._notes: dict[Peer, str] = {}
-        self._listener = Listener(spec.clock, self._welcome)
-        spec.rendezvous.publish(_address_key(spec.me, spec.epoch), self._listener.address)
-        spec.rendezvous.publish(_epoch_key(spec.me), str(spec.epoch))
+        self._listener: Listener | None = None
+
+    async def listen(self) -> None:
+        """Be there for others, and say where."""
+        self._listener = await Listener.start(self._welcome)
+        self.spec.rendezvous.publish(_address_key(self.me, self.spec.epoch), self._listener.address)
+        self.spec.rendezvous.publish(_epoch_key(self.me), str(self.spec.epoch))
 
     def _make_messages(self, peer: Peer, lane: Lane) -> ShmMessages:
         return ShmMessages(self._links[peer], peer, lane, self._window)
@@ -102,12 +108,16 @@ class ShmEndpoint(BaseEndpoint):
         """One attempt. Returns when it has led to something, or is worth another try."""
         address = self.spec.rendezvous.get(_address_key(peer, self.spec.epoch))
         sock = reach(address) if address is not None else None
-        if sock is None:
+        token = secrets.token_bytes(TOKEN_BYTES)
+        side = reach_side(address, token) if address is not None and sock is not None else None
+        if sock is None or side is None:
+            if sock is not None:
+                sock.close()
             await self.spec.clock.sleep(_RETRY_S)
             return
         answered: asyncio.Future[None] = self.loop.create_future()
 
-        def answer(kind: int, _: int, body: memoryview) -> None:
+        def answer(kind: int, _: int, body: bytes) -> None:
             if not answered.done():
                 answered.set_result(None)
             self._answered(peer, channel, kind, body)
@@ -116,9 +126,10 @@ class ShmEndpoint(BaseEndpoint):
             if not answered.done():
                 answered.set_result(None)
 
-        channel = Channel(sock, HELLO_LIMIT_BYTES, answer, gone)
+        channel = Channel(_GREETING_LIMIT_BYTES, answer, gone, side)
         try:
-            channel.queue(Kind.HELLO, 0, encode_hello(self.hello))
+            await self.loop.create_unix_connection(lambda: channel, sock=sock)
+            channel.queue(Kind.HELLO, 0, token + encode_hello(self.hello))
             await answered
             if peer not in self._fates and peer not in self.refusals:
                 await self.spec.clock.sleep(_RETRY_S)  # the peer's own call is on its way
@@ -127,7 +138,7 @@ class ShmEndpoint(BaseEndpoint):
             if link is None or link.channel is not channel:
                 channel.close()
 
-    def _answered(self, peer: Peer, channel: Channel, kind: int, body: memoryview) -> None:
+    def _answered(self, peer: Peer, channel: Channel, kind: int, body: bytes) -> None:
         """The peer's first frame on a connection that this side dialled."""
         if kind == Kind.WELCOME:
             try:
@@ -138,24 +149,25 @@ class ShmEndpoint(BaseEndpoint):
             else:
                 self._establish(peer, channel)
         elif kind == Kind.REFUSED:
-            self.refusals[peer] = HandshakeError(f"{peer} refused {self.me}: {str(body, 'utf-8', 'replace')}")
+            self.refusals[peer] = HandshakeError(f"{peer} refused {self.me}: {body.decode(errors='replace')}")
 
     # ---- being dialled ----
 
-    def _welcome(self, sock: socket.socket) -> None:
-        """Somebody of the same user has connected."""
-        if len(self._strangers) >= _MOST_STRANGERS:
-            sock.close()
-            return
+    def _welcome(self) -> Channel:
+        """Somebody has connected."""
 
-        def greet(kind: int, _: int, body: memoryview) -> None:
-            if kind != Kind.HELLO:
+        def greet(kind: int, _: int, body: bytes) -> None:
+            if kind != Kind.HELLO or len(body) < TOKEN_BYTES:
                 raise ProtocolError("the first frame is not a hello")
-            self._greet(channel, body)
+            self._greet(channel, body[:TOKEN_BYTES], body[TOKEN_BYTES:])
 
-        channel = Channel(sock, HELLO_LIMIT_BYTES, greet, lambda _: self._forget(channel))
+        channel = Channel(_GREETING_LIMIT_BYTES, greet, lambda _: self._forget(channel))
+        if len(self._strangers) >= _MOST_STRANGERS or self._closed:
+            channel.close()
+            return channel
         deadline_s = self.spec.clock.now() + _GREETING_S
         self._strangers[channel] = self.spec.clock.call_at(deadline_s, self._forget, channel)
+        return channel
 
     def _forget(self, channel: Channel) -> None:
         timer = self._strangers.pop(channel, None)
@@ -163,7 +175,11 @@ class ShmEndpoint(BaseEndpoint):
             timer.cancel()
             channel.close()
 
-    def _greet(self, channel: Channel, body: memoryview) -> None:
+    def _greet(self, channel: Channel, token: bytes, body: bytes) -> None:
+        side = self._listener.take_side(token) if self._listener is not None else None
+        if side is None:
+            raise ProtocolError("a hello without a side socket")
+        channel.use_side(side)
         try:
             theirs = decode_hello(body)
         except HandshakeError as error:
@@ -200,10 +216,10 @@ class ShmEndpoint(BaseEndpoint):
 
     # ---- a link's life ----
 
-    def _frame(self, peer: Peer, link: ShmLink, kind: int, lane: int, body: memoryview) -> None:
+    def _frame(self, peer: Peer, link: ShmLink, kind: int, lane: int, body: bytes) -> None:
         try:
             if kind == _MESSAGE:
-                (link.messages[lane] or self._message_lane(peer, lane)).arrive(bytes(body))
+                (link.messages[lane] or self._message_lane(peer, lane)).arrive(body)
             elif kind == _TENSOR:
                 (link.tensors[lane] or self._tensor_lane(peer, lane)).on_tensor(body)
             elif kind == Kind.FREE:
@@ -251,7 +267,8 @@ class ShmEndpoint(BaseEndpoint):
             await link.channel.drained()
 
     def _shut(self) -> None:
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
         for channel in list(self._strangers):
             self._forget(channel)
         for link in self._links.values():

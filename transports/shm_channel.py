@@ -1,7 +1,9 @@
-"""Length-prefixed frames and file descriptors over a Unix stream socket, driven by the loop.
+"""Length-prefixed frames over a Unix stream socket, and file descriptors over a second one beside it.
 
-Frames queued in one iteration of the loop leave in one system call; one read takes in all that is there. Knows nothing
-of what the frames mean.
+The loop's own transport reads the frames, since nothing is quicker; but it would drop descriptors. So these cross a
+side socket, each before the frame that announces it: where the frame is, its descriptor is already. Writing is done
+here, through a second handle of the socket, so that a peer which reads no more can't keep what it said before it went
+from being read. Knows nothing of what the frames mean.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ import os
 import socket
 import struct
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from pipelined.errors import ProtocolError
+
+from .shm_listener import same_user
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,16 +29,13 @@ __all__ = ["Channel"]
 _HEAD = struct.Struct("<IBB")  # body length, kind, lane
 _HEAD_BYTES = _HEAD.size
 _pack_head, _unpack_head = _HEAD.pack, _HEAD.unpack_from
-_BUFFER_BYTES = 128 << 10
 _WRITE_BYTES = 256 << 10
 _JOIN_BYTES = 32 << 10
-_MOST_FDS = 16
-_ANCILLARY_BYTES = socket.CMSG_SPACE(_MOST_FDS * 4)
-_READS_A_TURN = 16
+_ANCILLARY_BYTES = socket.CMSG_SPACE(4)
 
 
-class Channel:
-    """Both directions of one socket.
+class Channel(asyncio.Protocol):
+    """Both directions of one link; usable once the loop has connected it.
 
     Attributes:
         limit_bytes: Longest body that is accepted; may be raised once the peer is known.
@@ -44,47 +45,58 @@ class Channel:
 
     def __init__(
         self,
-        sock: socket.socket,
         limit_bytes: int,
-        on_frame: Callable[[int, int, memoryview], None],
+        on_frame: Callable[[int, int, bytes], None],
         on_end: Callable[[str], None],
+        side: socket.socket | None = None,
     ) -> None:
-        """Takes over `sock`.
+        """A protocol for the loop to connect.
 
         Args:
-            sock: Connected.
             limit_bytes: See the attribute.
-            on_frame: Called with kind, lane and body, which is valid only during the call. A `ProtocolError` that it
-                raises ends the channel.
+            on_frame: Called with kind, lane and body. A `ProtocolError` that it raises ends the channel.
             on_end: Called once with the reason when the other side is gone; not after `close`.
+            side: The side socket, connected, if it is there already. The channel closes it.
         """
         self.limit_bytes = limit_bytes
         self.before_write: Callable[[], None] | None = None
         self.on_frame = on_frame
         self.on_end = on_end
-        self._sock = sock
-        self._sock.setblocking(False)
+        self._side = side
         self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._sock: socket.socket | None = None  # of the same connection, for writing
         self._closed = False
-        self._in = bytearray(_BUFFER_BYTES)
-        self._in_view = memoryview(self._in)
-        self._have = 0
-        self._long: bytearray | None = None
-        self._long_have = 0
-        self._fds: deque[int] = deque()
+        self._partial = b""  # less than a frame's head
+        self._pieces: list[bytes] = []  # of a frame that has not come whole
+        self._missing = 0
         self._out: list[bytes] = []  # of the batch that grows
         self._out_fd = -1
         self._batches: deque[tuple[int, deque[memoryview]]] = deque()
         self._scheduled = False
-        self._blocked = False
+        self._blocked_on: socket.socket | None = None
         self._deaf = False  # the peer reads no more
         self._drained: asyncio.Future[None] | None = None
-        self._loop.add_reader(self._sock.fileno(), self._readable)
 
     @property
     def closed(self) -> bool:
         """Whether it is over."""
         return self._closed
+
+    def use_side(self, side: socket.socket) -> None:
+        """Set the side socket, once it is known which it is."""
+        self._side = side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.Protocol`."""
+        self._transport = cast("asyncio.Transport", transport)  # by duck: not every loop's is one by inheritance
+        if self._closed:
+            self._transport.abort()
+            return
+        self._sock = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        self._sock.setblocking(False)
+        if not same_user(self._sock):
+            self._over("it is of another user")
 
     # ---- sending ----
 
@@ -92,24 +104,34 @@ class Channel:
         """Send a frame soon; without effect once the channel is over."""
         if self._closed or self._deaf:
             return
-        out = self._out
-        out.append(_pack_head(len(body), kind, lane))
-        out.append(body)
-        if not self._scheduled and not self._blocked:
-            self._scheduled = True
-            self._loop.call_soon(self._write)
+        self._out += (_pack_head(len(body), kind, lane), body)
+        self.wake()
 
     def send_now(self, kind: int, lane: int, body: bytes) -> None:
         """Like `queue`, but it leaves before this returns where nothing else waits to leave: a peer is waiting."""
-        lone = not (self._scheduled or self._blocked or self._out or self._batches)
-        if self._closed or self._deaf:
-            return
-        if not lone:
+        if self._scheduled or self._blocked_on is not None or self._out or self._batches or self._closed or self._deaf:
             self.queue(kind, lane, body)
             return
-        self._out += (_pack_head(len(body), kind, lane), body)
-        self._scheduled = True
-        self._write()
+        if self.before_write is not None:
+            self._scheduled = True  # what it queues goes along
+            self.before_write()
+            self._scheduled = False
+        if self._out or len(body) > _WRITE_BYTES:
+            self._out += (_pack_head(len(body), kind, lane), body)
+            self._write()
+            return
+        frame = _pack_head(len(body), kind, lane) + body
+        assert self._sock is not None
+        try:
+            sent = self._sock.send(frame)
+        except (BlockingIOError, InterruptedError):
+            sent = 0
+        except OSError:
+            self._turn_deaf()
+            return
+        if sent < len(frame):
+            self._batches.append((-1, deque([memoryview(frame)[sent:]])))
+            self._write()
 
     def queue_with_fd(self, fd: int, kind: int, lane: int, body: bytes) -> None:
         """Send a frame that a descriptor travels with. The descriptor is closed once it has left."""
@@ -122,7 +144,7 @@ class Channel:
 
     def wake(self) -> None:
         """See to it that there is a write at the end of this iteration."""
-        if not self._scheduled and not self._blocked and not self._closed:
+        if not self._scheduled and self._blocked_on is None and not self._closed:
             self._scheduled = True
             self._loop.call_soon(self._write)
 
@@ -156,70 +178,62 @@ class Channel:
         self._batches.append((fd, parts))
 
     def _write(self) -> None:
-        if self.before_write is not None and not (self._blocked or self._closed or self._deaf):
+        if self.before_write is not None and not (self._blocked_on or self._closed or self._deaf):
+            self._scheduled = True
             self.before_write()  # what it queues goes along
         self._scheduled = False
         if self._closed or self._deaf:
-            return
-        if not self._batches and self._out_fd < 0 and self._write_small():
             return
         self._seal_batch()
         try:
             while self._batches:
                 fd, parts = self._batches[0]
-                if not self._send_some(fd, parts):
-                    continue
-                self._batches.popleft()
+                if fd >= 0:
+                    self._send_fd(fd, parts)
+                elif self._send_some(parts):
+                    self._batches.popleft()
         except (BlockingIOError, InterruptedError):
-            if not self._blocked:
-                self._blocked = True
-                self._loop.add_writer(self._sock.fileno(), self._write)
+            self._wait_for(self._side if self._batches[0][0] >= 0 else self._sock)
             return
         except OSError:
             self._turn_deaf()
             return
         self._unblock()
 
-    def _write_small(self) -> bool:
-        """The usual case in one call; False if there is something left to do."""
-        if not self._out:
-            return True
-        if sum(map(len, self._out)) > _WRITE_BYTES:
-            return False
-        frame = b"".join(self._out)
-        self._out.clear()
-        try:
-            sent = self._sock.send(frame)
-        except (BlockingIOError, InterruptedError):
-            sent = 0
-        except OSError:
-            self._turn_deaf()
-            return True
-        if sent < len(frame):
-            self._batches.append((-1, deque([memoryview(frame)[sent:]])))
-            return False
-        if self._blocked or self._drained is not None:
-            self._unblock()
-        return True
+    def _send_fd(self, fd: int, parts: deque[memoryview]) -> None:
+        """It goes first."""
+        if self._side is None:
+            raise OSError("no side socket")
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+        self._side.sendmsg([b"\0"], rights)
+        os.close(fd)
+        self._batches[0] = (-1, parts)
 
-    def _send_some(self, fd: int, parts: deque[memoryview]) -> bool:
+    def _send_some(self, parts: deque[memoryview]) -> bool:
         """One system call; whether the batch is through."""
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd >= 0 else []
-        first = parts[0][:_WRITE_BYTES]
-        sent = self._sock.sendmsg([first], rights)
-        if fd >= 0:
-            os.close(fd)
-            self._batches[0] = (-1, parts)
+        assert self._sock is not None
+        sent = self._sock.send(parts[0][:_WRITE_BYTES])
         if sent < len(parts[0]):
             parts[0] = parts[0][sent:]
         else:
             parts.popleft()
         return not parts
 
+    def _wait_for(self, sock: socket.socket | None) -> None:
+        if self._blocked_on is not sock:
+            self._stop_waiting()
+            assert sock is not None
+            self._blocked_on = sock
+            self._loop.add_writer(sock.fileno(), self._write)
+
+    def _stop_waiting(self) -> None:
+        if self._blocked_on is not None:
+            self._loop.remove_writer(self._blocked_on.fileno())
+            self._blocked_on = None
+
     def _unblock(self) -> None:
-        if self._blocked:
-            self._blocked = False
-            self._loop.remove_writer(self._sock.fileno())
+        if self._blocked_on is not None:
+            self._stop_waiting()
             self.wake()
         if self._drained is not None and not self._drained.done() and self.empty():
             self._drained.set_result(None)
@@ -246,89 +260,66 @@ class Channel:
         Raises:
             ProtocolError: There is none.
         """
-        if not self._fds:
+        fds = array.array("i")
+        if self._side is not None:
+            with contextlib.suppress(BlockingIOError, InterruptedError):
+                _, ancillary, _, _ = self._side.recvmsg(1, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+                for level, kind, data in ancillary:
+                    if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                        fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+        if not fds:
             raise ProtocolError("a frame announced a descriptor, and none came with it")
-        return self._fds.popleft()
+        for extra in fds[1:]:
+            os.close(extra)
+        return fds[0]
 
-    def _readable(self) -> None:
-        # Until there is nothing more: when a peer dies with data unread, uvloop says so once and never again, and a
-        # read stops short wherever descriptors came along.
-        for _ in range(_READS_A_TURN):
-            if self._closed or not self._read():
-                return
-        self._loop.call_soon(self._readable)
-
-    def _read(self) -> bool:
-        """One read; whether there may be more."""
-        if self._long is None:
-            target = self._in_view[self._have :] if self._have else self._in_view
-        else:
-            target = memoryview(self._long)[self._long_have :]
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
         try:
-            count, ancillary, _, _ = self._sock.recvmsg_into([target], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
-        except (BlockingIOError, InterruptedError):
-            return False
-        except OSError as error:
-            self._over(str(error))
-            return False
-        if ancillary:
-            self._keep_fds(ancillary)
-        if count == 0:
-            self._over("end of file on its socket")
-            return False
-        try:
-            if self._long is None:
-                self._have += count
-                self._parse()
-            else:
-                self._long_have += count
-                self._parse_long()
+            if not self._partial and not self._missing and len(data) >= _HEAD_BYTES:
+                length, kind, lane = _unpack_head(data)
+                if length == len(data) - _HEAD_BYTES and length <= self.limit_bytes:  # the usual case
+                    if not self._closed:
+                        self.on_frame(kind, lane, data[_HEAD_BYTES:])
+                    return
+            self._parse(data)
         except ProtocolError as error:
             self._over(f"it broke the protocol: {error}")
-        if count == len(target) or ancillary or self._closed:
-            return not self._closed
-        # A short read without descriptors took all there was; but an error is told only once.
-        return bool(self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
 
-    def _parse(self) -> None:
-        at, have, view = 0, self._have, self._in_view
-        while have - at >= _HEAD_BYTES:
-            length, kind, lane = _unpack_head(view, at)
+    def _parse(self, data: bytes) -> None:
+        if self._missing:
+            self._pieces.append(data)
+            if len(data) < self._missing:
+                self._missing -= len(data)
+                return
+            data, self._missing = b"".join(self._pieces), 0
+            self._pieces.clear()
+        elif self._partial:
+            data, self._partial = self._partial + data, b""
+        at, have = 0, len(data)
+        while have - at >= _HEAD_BYTES and not self._closed:
+            length, kind, lane = _unpack_head(data, at)
             if length > self.limit_bytes:
                 raise ProtocolError(f"a frame of {length} bytes; the limit is {self.limit_bytes}")
             end = at + _HEAD_BYTES + length
             if end > have:
-                if _HEAD_BYTES + length > _BUFFER_BYTES:
-                    self._long = bytearray(_HEAD_BYTES + length)
-                    self._long_have = have - at
-                    self._long[: self._long_have] = view[at:have]
-                    at = have
-                break
-            self.on_frame(kind, lane, view[at + _HEAD_BYTES : end])
-            if self._closed:
+                self._pieces.append(data[at:])
+                self._missing = end - have
                 return
+            self.on_frame(kind, lane, data[at + _HEAD_BYTES : end])
             at = end
-        if at and at < have:
-            self._in[: have - at] = bytes(view[at:have])
-        self._have = have - at
-
-    def _parse_long(self) -> None:
-        frame = self._long
-        assert frame is not None
-        if self._long_have < len(frame):
-            return
-        self._long = None
-        _, kind, lane = _unpack_head(frame)
-        self.on_frame(kind, lane, memoryview(frame)[_HEAD_BYTES:])
-
-    def _keep_fds(self, ancillary: list[tuple[int, int, bytes]]) -> None:
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                fds = array.array("i")
-                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-                self._fds.extend(fds)
+        self._partial = data[at:]
 
     # ---- the end ----
+
+    def eof_received(self) -> bool:
+        """See `asyncio.Protocol`."""
+        self._over("end of file on its socket")
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        self._over(str(error) if error is not None else "its socket was closed")
 
     def _over(self, why: str) -> None:
         if not self._closed:
@@ -336,16 +327,21 @@ class Channel:
             self.on_end(why)
 
     def close(self) -> None:
-        """Close the socket at once; what is queued is dropped. Idempotent."""
+        """Close at once; what is queued is dropped. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        self._loop.remove_reader(self._sock.fileno())
+        self._stop_waiting()
         self._drop_out()
-        self._unblock()
-        while self._fds:
+        self._pieces.clear()
+        self._missing, self._partial = 0, b""
+        if self._sock is not None:
             with contextlib.suppress(OSError):
-                os.close(self._fds.popleft())
-        self._sock.close()
+                self._sock.shutdown(socket.SHUT_RDWR)  # the loop closes its handle later; the peer shall know now
+            self._sock.close()
+        if self._side is not None:
+            self._side.close()
+        if self._transport is not None:
+            self._transport.abort()
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)

@@ -265,13 +265,13 @@ class ShmTensors(TensorLane):
         place = _PLACE.pack(slot.number, segment.number, slot.offset, size_bytes)
         channel.send_now(_TENSOR, self._number, place + _encoder.encode(header))
 
-    def on_free(self, body: memoryview) -> None:
+    def on_free(self, body: bytes) -> None:
         """The peer has released slots.
 
         Raises:
             ProtocolError: It does not hold them.
         """
-        numbers = array.array("I", bytes(body))
+        numbers = array.array("I", body)
         for number in numbers:
             self._arena.freed(number)
         self.grant(len(numbers))
@@ -313,7 +313,7 @@ class ShmTensors(TensorLane):
 
     # ---- receiving ----
 
-    def on_segment(self, body: memoryview, fd: int) -> None:
+    def on_segment(self, body: bytes, fd: int) -> None:
         """The peer has made a new segment.
 
         Raises:
@@ -322,11 +322,11 @@ class ShmTensors(TensorLane):
         number, size_bytes = _SEGMENT.unpack(body)
         self._maps[number] = map_segment(fd, size_bytes)
 
-    def on_drop(self, body: memoryview) -> None:
+    def on_drop(self, body: bytes) -> None:
         """The peer has let go of a segment; it is unmapped when the last tensor over it is garbage."""
         self._maps.pop(_NUMBER.unpack(body)[0], None)
 
-    def on_tensor(self, body: memoryview) -> None:
+    def on_tensor(self, body: bytes) -> None:
         """A tensor lies ready.
 
         Raises:
