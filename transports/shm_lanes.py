@@ -139,7 +139,9 @@ class ShmMessages(MessageLane):
     def consumed(self) -> None:
         """See `MessageLane`."""
         self._consumed += 1
-        self._link.owe(self, urgent=2 * (self._consumed + len(self._frames)) >= self.window)
+        urgent = 2 * (self._consumed + len(self._frames)) >= self.window
+        if urgent or not self.owing:
+            self._link.owe(self, urgent=urgent)
 
     def pay(self) -> None:
         """Send the credits."""

@@ -46,6 +46,11 @@ class MessageLane(LaneEnd, abc.ABC):
 
     async def send(self, frame: bytes) -> None:
         """See `MessageLink`."""
+        if self._credits > 0 and self._over is None and self._writer is None and not self._taps:
+            if len(frame) <= self.max_bytes:  # the usual case, short: it is in the round trip of all control
+                self._credits -= 1
+                self.transmit(frame)
+                return
         self._check_length(frame)
         if self._writer is not None:
             raise BusyError(f"another task already sends on {self!r}")
@@ -71,7 +76,8 @@ class MessageLane(LaneEnd, abc.ABC):
         if self._reader is not None:
             raise BusyError(f"another task already receives on {self!r}")
         while not self._frames and not self._over:
-            self._receiving()
+            if self._taps:
+                self._receiving()
             self._reader = asyncio.get_running_loop().create_future()
             try:
                 await self._reader
