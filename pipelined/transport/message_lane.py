@@ -46,11 +46,11 @@ class MessageLane(LaneEnd, abc.ABC):
 
     async def send(self, frame: bytes) -> None:
         """See `MessageLink`."""
-        if self._credits > 0 and self._over is None and self._writer is None and not self._taps:
-            if len(frame) <= self.max_bytes:  # the usual case, short: it is in the round trip of all control
-                self._credits -= 1
-                self.transmit(frame)
-                return
+        usual = self._credits > 0 and self._over is None and self._writer is None and not self._taps
+        if usual and len(frame) <= self.max_bytes:  # short, since it is part of the round trip of all control
+            self._credits -= 1
+            self.transmit(frame)
+            return
         self._check_length(frame)
         if self._writer is not None:
             raise BusyError(f"another task already sends on {self!r}")
