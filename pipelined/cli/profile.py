@@ -17,9 +17,12 @@ from pipelined.errors import ConfigError
 if TYPE_CHECKING:
     import argparse
 
-    from pipelined.planning.profile import Measurement
+    from pipelined.costs import Sample
+    from pipelined.planning.profile import Measurement, StageFit
 
 __all__ = ["add_parser"]
+
+_MOST_ROWS = 32
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -144,7 +147,7 @@ def _print(found: Measurement) -> None:
         console.print(f"stage {stage.rank}, layers {first}-{end - 1}: {stage.fit.verdict}", highlight=False)
         console.print(f"  seconds = {formula(cost)}", highlight=False)
         table = Table("work", "measured", "fit", "error", box=None)
-        for place, sample in sorted(enumerate(stage.samples), key=lambda item: item[1].work):
+        for place, sample in _shown(stage):
             predicted_s = cost.launch_s(sample.work)
             mark = "  outlier" if place in stage.fit.dropped else ""
             table.add_row(
@@ -154,6 +157,18 @@ def _print(found: Measurement) -> None:
                 f"{predicted_s / sample.seconds - 1:+.1%}{mark}",
             )
         console.print(table, highlight=False)
+        if (more := len(stage.samples) - _MOST_ROWS) > 0:
+            console.print(f"  and {more} more: --plot and --json show all", highlight=False)
+
+
+def _shown(stage: StageFit) -> list[tuple[int, Sample]]:
+    """Outliers, and of the other points so many that the table stays short; the smallest work first."""
+    dropped = set(stage.fit.dropped)
+    order = sorted(enumerate(stage.samples), key=lambda item: item[1].work)
+    room = max(1, _MOST_ROWS - len(dropped))
+    others = [item for item in order if item[0] not in dropped]
+    kept = {others[at * len(others) // room][0] for at in range(room)} if others else set()
+    return [item for item in order if item[0] in dropped or item[0] in kept]
 
 
 def formula(cost: Any) -> str:
