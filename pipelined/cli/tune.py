@@ -138,7 +138,7 @@ def _task(arguments: argparse.Namespace) -> _Task:
     if found is None:
         if model is not None:
             raise ConfigError(f"--model goes with a profile; {source!r} is taken for a model itself")
-        config = engine_config(arguments)
+        config = dataclasses.replace(engine_config(arguments), stage_costs="")
         info = inspect_for_plan(source, arguments)
         subject = of_model(info, hardware_of(arguments, config.pp_size, info.dtype))
         there = "" if arguments.hardware.strip().lower() == "here" else f"{arguments.hardware} is not this machine"
@@ -154,7 +154,9 @@ def _task(arguments: argparse.Namespace) -> _Task:
 def _of_profile(arguments: argparse.Namespace, subject: Subject, source: str, workload: Workload) -> _Task:
     """The engine that was measured, unless options say otherwise; measured again if this is the same machine."""
     pp_size = arguments.pp_size if arguments.pp_size > 1 else len(subject.exact_layers)
-    config = engine_config(arguments, model=subject.ref or subject.name, pp_size=pp_size, profile=None)
+    auto = source if arguments.layer_partition == "auto" else None  # layers by the profile's own costs
+    config = engine_config(arguments, model=subject.ref or subject.name, pp_size=pp_size, profile=auto)
+    config = dataclasses.replace(config, profile=None, stage_costs="")
     if config.layer_partition is None and pp_size == len(subject.exact_layers):
         even = tuple(end - start for start, end in subject.parts(pp_size))
         if even != subject.exact_layers:
