@@ -11,7 +11,7 @@ from starlette.responses import Response
 from pipelined.clock import off_loop
 from pipelined.errors import InvalidRequestError
 from pipelined.serving.conversation import rendered
-from pipelined.serving.generation import Answer, Deltas, EventStream, Job, follow, usage
+from pipelined.serving.generation import Deltas, Job, follow, respond, usage
 from pipelined.serving.logprobs import chat_logprobs
 from pipelined.serving.params import sampling_params
 from pipelined.serving.protocol import ChatRequest
@@ -37,21 +37,7 @@ async def chat_completions(body: ChatRequest, request: Request, server: Server) 
     server.gate.check(request_id, body.n or 1)
     chat = _Chat(server, body, request_id, model)
     await chat.prepare()
-    admission = server.gate.admit(request_id, chat.job.params.n)
-    headers = {"X-Request-Id": request_id}
-    timeout_s = server.settings.request_timeout_s
-    if body.stream:
-        options = body.stream_options
-        return EventStream(
-            chat.stream,
-            admission,
-            timeout_s=timeout_s,
-            keep_alive_s=server.settings.keep_alive_s,
-            extra_headers=headers,
-            progress=lambda: server.progress(request_id),
-            progress_event=chat.progress if options is not None and options.include_progress else None,
-        )
-    return Answer(chat.whole, admission, timeout_s=timeout_s, extra_headers=headers)
+    return respond(server, body, chat, request_id, chat.job.params.n)
 
 
 class _Chat:

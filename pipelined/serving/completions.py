@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pipelined.errors import InvalidRequestError
-from pipelined.serving.generation import Answer, Deltas, EventStream, Job, follow, usage
+from pipelined.serving.generation import Deltas, Job, follow, respond, usage
 from pipelined.serving.logprobs import CompletionLogprobs
 from pipelined.serving.params import sampling_params
 from pipelined.serving.protocol import CompletionRequest
@@ -34,21 +34,7 @@ async def completions(body: CompletionRequest, request: Request, server: Server)
     server.gate.check(request_id, len(prompts) * (body.n or 1))
     completion = _Completion(server, body, request_id, model)
     await completion.prepare(prompts)
-    admission = server.gate.admit(request_id, sum(job.params.n for job in completion.jobs))
-    headers = {"X-Request-Id": request_id}
-    timeout_s = server.settings.request_timeout_s
-    if body.stream:
-        options = body.stream_options
-        return EventStream(
-            completion.stream,
-            admission,
-            timeout_s=timeout_s,
-            keep_alive_s=server.settings.keep_alive_s,
-            extra_headers=headers,
-            progress=lambda: server.progress(request_id),
-            progress_event=completion.progress if options is not None and options.include_progress else None,
-        )
-    return Answer(completion.whole, admission, timeout_s=timeout_s, extra_headers=headers)
+    return respond(server, body, completion, request_id, sum(job.params.n for job in completion.jobs))
 
 
 def _prompts(body: CompletionRequest) -> list[Any]:

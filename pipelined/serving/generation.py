@@ -6,7 +6,7 @@ import asyncio
 import logging
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from starlette.responses import Response
 
@@ -23,11 +23,24 @@ if TYPE_CHECKING:
     from pipelined.llm import AsyncLLM
     from pipelined.llm.outputs import Logprobs
     from pipelined.messages import SamplingParams
+    from pipelined.serving.protocol import GenerationRequest
+    from pipelined.serving.state import ServerState
 
     Emit = Callable[[Any], Awaitable[None]]
-    Work = Callable[[Emit], Coroutine[Any, Any, None]]
 
-__all__ = ["Answer", "Delta", "Deltas", "EventStream", "Job", "Progress", "follow", "usage", "while_wanted"]
+__all__ = [
+    "Answer",
+    "Delta",
+    "Deltas",
+    "EventStream",
+    "Job",
+    "Progress",
+    "Work",
+    "follow",
+    "respond",
+    "usage",
+    "while_wanted",
+]
 
 T = TypeVar("T")
 
@@ -183,7 +196,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        work: Work,
+        work: Callable[[Emit], Coroutine[Any, Any, None]],
         admission: AbstractContextManager[None],
         *,
         timeout_s: float | None,
@@ -257,6 +270,40 @@ class EventStream(Response):
                 continue
             silent_s = 0.0
             await send({"type": _BODY, "body": body, "more_body": True})
+
+
+class Work(Protocol):
+    """A request of one kind: how it is answered whole, and event by event."""
+
+    async def whole(self) -> Any:
+        """The whole answer."""
+        ...
+
+    async def stream(self, emit: Emit) -> None:
+        """All the events but the last."""
+        ...
+
+    def progress(self, progress: Progress) -> Any:
+        """An event that tells how far the prompt is."""
+        ...
+
+
+def respond(server: ServerState, body: GenerationRequest, work: Work, request_id: str, sequences: int) -> Response:
+    """Answer a request as it wants to be answered; it is let in once the answer begins."""
+    admission = server.gate.admit(request_id, sequences)
+    headers, timeout_s = {"X-Request-Id": request_id}, server.settings.request_timeout_s
+    if not body.stream:
+        return Answer(work.whole, admission, timeout_s=timeout_s, extra_headers=headers)
+    options = body.stream_options
+    return EventStream(
+        work.stream,
+        admission,
+        timeout_s=timeout_s,
+        keep_alive_s=server.settings.keep_alive_s,
+        extra_headers=headers,
+        progress=lambda: server.progress(request_id),
+        progress_event=work.progress if options is not None and options.include_progress else None,
+    )
 
 
 @dataclass(frozen=True)
