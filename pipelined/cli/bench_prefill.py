@@ -53,8 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _predicted_s(config: EngineConfig, count: int) -> float | None:
-    """What the profile says, if there is one."""
-    if config.profile is None:
+    """What the profile says, if there is one; a layer partition may have made other costs of it."""
+    if config.profile is None and not config.stage_costs:
         return None
     from pipelined.llm import AsyncLLM
     from pipelined.planning.profile_predict import predict_ttft_s

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pipelined.costs import decode_costs
 from pipelined.errors import ConfigError
 from pipelined.llm.profiles import known_costs
-from pipelined.planning.scenario import Arrival, Chunking, Scenario, StagePart, WindowPart
+from pipelined.planning.scenario import Arrival, Chunking, Scenario, StagePart
 from pipelined.planning.simulate import simulate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipelined.costs import StageCost
     from pipelined.llm import EngineConfig
     from pipelined.stage import ModelInfo
 
-__all__ = ["predict_ttft_s", "stage_part"]
+__all__ = ["predict_ttft_s"]
 
 
 def predict_ttft_s(
@@ -27,13 +27,11 @@ def predict_ttft_s(
     Raises:
         ConfigError: The engine has neither a profile nor costs, or they are of another set-up.
     """
-    from pipelined.costs import decode_costs
-
     costs = known_costs(config, info, layers)
     if not costs:
         raise ConfigError("nothing is known of the stages; make a profile (`pipelined profile`) and give it")
     scenario = Scenario(
-        stages=tuple(stage_part(cost) for cost in decode_costs(costs).stages),
+        stages=tuple(StagePart.of(cost) for cost in decode_costs(costs).stages),
         arrivals=(Arrival(prompt_tokens=prompt_tokens),),
         chunking=Chunking(
             policy=config.chunking,
@@ -45,17 +43,3 @@ def predict_ttft_s(
         depth=config.depth,
     )
     return simulate(scenario).requests[0].ttft_s
-
-
-def stage_part(cost: StageCost) -> StagePart:
-    """A stage's cost as a scenario has it."""
-    windows = tuple(WindowPart(tokens=window.tokens, a=window.a, d=window.d) for window in cost.windows)
-    return StagePart(
-        a=cost.a,
-        b=cost.b,
-        c=cost.c,
-        d=cost.d,
-        windows=windows,
-        per_decode=cost.per_decode,
-        per_context=cost.per_context,
-    )
