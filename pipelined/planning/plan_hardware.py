@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from pipelined.clock import MonotonicClock
 from pipelined.costs import StageCost, Window
 from pipelined.errors import ConfigError, nearest
 from pipelined.planning.plan_units import bytes_text, parse_bytes, parse_flops, parse_rate
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pipelined.stage import ModelInfo
 
 __all__ = [
@@ -130,11 +132,12 @@ def measure_here(devices: int, dtype: str = "float32", efficiency: float | None 
     return Hardware(name, flops, bandwidth, memory, share, launch_s=1e-3, measured=True)
 
 
-def _timed(work: object) -> tuple[int, float]:
-    assert callable(work)
+def _timed(work: Callable[[], object]) -> tuple[int, float]:
+    """(how often, seconds), after a first time that does not count."""
     work()
-    rounds, started_s = 0, time.perf_counter()
-    while (seconds := time.perf_counter() - started_s) < _MEASURE_S or not rounds:
+    clock, rounds = MonotonicClock(), 0
+    started_s = clock.now()
+    while (seconds := clock.now() - started_s) < _MEASURE_S or not rounds:
         work()
         rounds += 1
     return rounds, seconds

@@ -7,11 +7,11 @@ layers go to which stage. Each begins with the best that was found before.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import TYPE_CHECKING, Any, Final
 
+from pipelined.clock import MonotonicClock
 from pipelined.errors import ConfigError, PartitionError, nearest
 from pipelined.planning.scenario import Chunking, Link, Scenario, StagePart
 from pipelined.planning.simulate import Percentiles, Simulation, simulate
@@ -19,6 +19,7 @@ from pipelined.planning.simulate import Percentiles, Simulation, simulate
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from pipelined.clock import Clock
     from pipelined.planning.plan_source import Subject
     from pipelined.planning.tune_workload import Workload
 
@@ -158,6 +159,7 @@ class Tuner:
         target_itl_s: Inter-token latency that they keep to.
         budget_s: The search ends after so long.
         progress: Told what is tried, and the best score so far.
+        clock: For the budget.
     """
 
     subject: Subject
@@ -175,6 +177,7 @@ class Tuner:
     target_itl_s: float | None = None
     budget_s: float = 120.0
     progress: Callable[[str, float], None] | None = None
+    clock: Clock = field(default_factory=MonotonicClock)
     _trials: dict[Setting, Trial] = field(default_factory=dict)
     _ends_s: float = 0.0
 
@@ -190,7 +193,7 @@ class Tuner:
             PartitionError: The default's layers cannot be cut so.
         """
         self.workload.check(self.subject.context_length, self.kv_cache_tokens, self.page_size)
-        self._ends_s = time.monotonic() + self.budget_s
+        self._ends_s = self.clock.now() + self.budget_s
         default = self._run(self.default, "default")
         cut_short = False
         try:
@@ -258,7 +261,7 @@ class Tuner:
         """The best of these and `so_far`; of settings alike, the earlier one."""
         found = [so_far] if so_far is not None else []
         for setting in settings:
-            if setting not in self._trials and time.monotonic() > self._ends_s:
+            if setting not in self._trials and self.clock.now() > self._ends_s:
                 raise _BudgetSpent
             try:
                 found.append(self._run(setting, step))
