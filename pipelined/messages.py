@@ -436,6 +436,7 @@ class Hello(msgspec.Struct, frozen=True):
     me: Peer
     world: tuple[Peer, ...]
     secret: str = ""
+    dtype: str = ""
 
 
 # ---- between driver and rank 0 ----

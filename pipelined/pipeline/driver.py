@@ -162,6 +162,7 @@ class Driver:
             rendezvous=self._world.rendezvous,
             clock=self.clock,
             secret=self._descriptions[0].secret,
+            dtype=self._descriptions[0].dtype,
         )
         self.links = await opening.__aenter__()
         self._open = opening

@@ -61,6 +61,11 @@ class RankDescription(msgspec.Struct, frozen=True, kw_only=True):
     trace_spans: int = 65_536
     linger_s: float = 0.0
 
+    @property
+    def dtype(self) -> str:
+        """What all ranks must agree on: that of the model's activations; "" for stages of one's own."""
+        return self.part.info.dtype if self.part is not None else ""
+
 
 def family(name: str) -> ModelFamily:
     """The model family registered under `name`.

@@ -92,6 +92,7 @@ async def _epoch(
             rendezvous=rendezvous or FileRendezvous(description.rendezvous),
             clock=rank.clock,
             secret=description.secret,
+            dtype=description.dtype,
         ) as links:
             await rank.run(links, description.epoch)
         return None

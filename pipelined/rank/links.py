@@ -14,6 +14,7 @@ from pipelined.errors import ConfigError
 from pipelined.messages import DRIVER, Peer
 from pipelined.transport import EndpointSpec, Lane, resolve
 from pipelined.transport.registry import split_uri
+from pipelined.transport.rendezvous import part_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -58,7 +59,7 @@ class LinkPlan:
             )
         own = tensors if capabilities.messages else "zmq://"
         messages = messages or own
-        # Two endpoints of one scheme would publish under one name: what speaks ZMQ already carries HEALTH as well.
+        # One endpoint where one will do: what speaks ZMQ already carries HEALTH as well.
         zmq = next((uri for uri in (messages, tensors) if split_uri(uri)[0][-1] == "zmq"), "zmq://")
         return cls(tensors=tensors, messages=messages, health=zmq if processes else messages)
 
@@ -86,9 +87,18 @@ class Links:
 
 @asynccontextmanager
 async def open_links(
-    config: RankConfig, plan: LinkPlan, *, epoch: int, rendezvous: Rendezvous, clock: Clock, secret: str = ""
+    config: RankConfig,
+    plan: LinkPlan,
+    *,
+    epoch: int,
+    rendezvous: Rendezvous,
+    clock: Clock,
+    secret: str = "",
+    dtype: str = "",
 ) -> AsyncGenerator[Links]:
     """Open this peer's endpoints, one for each distinct transport; close them all on leaving.
+
+    Transports of one scheme under different URIs get a part of the rendezvous each, so that none finds another's peers.
 
     Raises:
         HandshakeError: A peer is absent or does not fit.
@@ -98,6 +108,7 @@ async def open_links(
     for uri, group in ((plan.tensors, peers.tensors), (plan.messages, peers.messages), (plan.health, peers.health)):
         wanted.setdefault(uri, set()).update(group)
     endpoints: dict[str, Endpoint] = {}
+    boards = _boards(plan, rendezvous)
 
     async with AsyncExitStack() as stack:
         for uri, ranks in wanted.items():
@@ -106,13 +117,14 @@ async def open_links(
             spec = EndpointSpec(
                 me=config.peer(config.rank),
                 world=config.world,
-                rendezvous=rendezvous,
+                rendezvous=boards[uri],
                 connect=tuple(config.peer(rank) for rank in sorted(ranks)),
                 epoch=epoch,
                 clock=clock,
                 window=LANE_WINDOW,
                 open_timeout_s=config.setup_timeout_s,
                 secret=secret,
+                dtype=dtype,
             )
             endpoints[uri] = await stack.enter_async_context(await resolve(uri).open(spec))
         try:
@@ -121,6 +133,18 @@ async def open_links(
             for endpoint in endpoints.values():
                 endpoint.abort()
             raise
+
+
+def _boards(plan: LinkPlan, rendezvous: Rendezvous) -> dict[str, Rendezvous]:
+    """Where the endpoints of each URI meet. All peers have the same plan, so they agree."""
+    boards: dict[str, Rendezvous] = {}
+    schemes: set[str] = set()
+    for role, uri in (("tensors", plan.tensors), ("messages", plan.messages), ("health", plan.health)):
+        if uri not in boards:
+            scheme = split_uri(uri)[0][-1]
+            boards[uri] = part_of(rendezvous, role) if scheme in schemes else rendezvous
+            schemes.add(scheme)
+    return boards
 
 
 def _name_links(config: RankConfig, plan: LinkPlan, endpoints: dict[str, Endpoint]) -> Links:

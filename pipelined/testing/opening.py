@@ -84,12 +84,13 @@ async def _error_of(opening: Awaitable[Endpoint]) -> Exception | None:
 
 
 async def check_hello_mismatches_are_refused(world: World) -> None:
-    """Another epoch, world or secret: both sides raise HandshakeError, naming the other peer."""
+    """Another epoch, world, secret or dtype: both sides raise HandshakeError, naming the other peer."""
     other_world = (peer(0), peer(1), peer(2))
     cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "epoch": ({"epoch": 3}, {"epoch": 4}),
         "world": ({}, {"world": other_world}),
         "secret": ({"secret": "one"}, {"secret": "two"}),
+        "dtype": ({"dtype": "bfloat16"}, {"dtype": "float16"}),
     }
     for field, changes in cases.items():
         board = world.rendezvous()

@@ -1,4 +1,4 @@
-"""Leases and views, and nothing left over: tasks, descriptors, threads."""
+"""Leases and views, and nothing left over: tasks, descriptors, threads, memory."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ __all__ = [
     "check_views_released_late_bound_the_sender",
     "check_views_released_twice_count_once",
 ]
+
+_WARM_UP_ROUNDS = 3
+_SLACK_MIB = 96
+"""What memory may grow by in rounds that pass a few kilobytes: arenas and caches that fill, never a leak of buffers."""
 
 
 async def check_a_lease_is_written_in_place(world: World) -> None:
@@ -139,6 +143,15 @@ def _descriptors() -> int | None:
     return None
 
 
+def _resident_bytes() -> int | None:
+    """Memory of the process, its mappings included; None where that can't be told."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return None
+
+
 async def _held() -> dict[str, int]:
     """What the process holds now: tasks of this loop, threads, open descriptors."""
     gc.collect()
@@ -148,15 +161,23 @@ async def _held() -> dict[str, int]:
 
 
 async def check_nothing_leaks(world: World) -> None:
-    """After 100 rounds of open, pass, close or abort: no task, descriptor or thread more than after the first ones."""
+    """100 rounds of open, pass, close or abort leave no task, descriptor, thread or memory that the first ones did not.
+
+    Memory is held against a bound of its own, since allocators keep some.
+    """
     rounds = 20 if world.quick else 100
     before: dict[str, int] = {}
-    for number in range(rounds + 3):
-        if number == 3:
-            before = await _held()
+    resident_bytes: int | None = None
+    for number in range(rounds + _WARM_UP_ROUNDS):
+        if number == _WARM_UP_ROUNDS:
+            before, resident_bytes = await _held(), await asyncio.to_thread(_resident_bytes)
         await _round(world, number)
     await world.settle(20, 0.05)
-    after = await _held()
+    after, now_bytes = await _held(), await asyncio.to_thread(_resident_bytes)
+    if resident_bytes is not None and now_bytes is not None:
+        grown_mib = (now_bytes - resident_bytes) >> 20
+        right = f"at most {_SLACK_MIB}"
+        world.expect(grown_mib <= _SLACK_MIB, f"{grown_mib} MiB more after {rounds} rounds of open and close", right)
     for what, count in before.items():
         grown = after[what] - count
         world.expect(grown <= rounds // 5, f"{grown} {what} more after {rounds} rounds of open and close", "none")

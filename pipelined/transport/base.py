@@ -89,6 +89,7 @@ class EndpointSpec:
         max_message_bytes: A longer message is refused on both sides, before it is allocated.
         open_timeout_s: Peers that have not said hello by then are named in a `HandshakeError`.
         secret: Shared secret that the hello must carry.
+        dtype: Of what stages hand on, which the hello must agree on; "" where none is agreed.
         options: Query part of the URI.
         taps: Of wrappers, the outermost first: each makes the tap of a new lane end.
     """
@@ -103,6 +104,7 @@ class EndpointSpec:
     max_message_bytes: int = 64 << 20
     open_timeout_s: float = 30.0
     secret: str = ""
+    dtype: str = ""
     options: Mapping[str, str] = field(default_factory=dict)
     taps: tuple[Callable[[BaseEndpoint, LaneEnd], Tap], ...] = ()
 

@@ -30,6 +30,7 @@ def hello_of(spec: EndpointSpec) -> Hello:
         me=spec.me,
         world=tuple(sorted(spec.world)),
         secret=spec.secret,
+        dtype=spec.dtype,
     )
 
 
@@ -67,7 +68,7 @@ def check_hello(mine: Hello, theirs: Hello, expected: Peer | None = None) -> Non
         raise HandshakeError(f"{theirs.me} and {mine.me} were given different secrets")
     if expected is not None and theirs.me != expected:
         raise HandshakeError(f"{mine.me} expected {expected} and was answered by {theirs.me}")
-    for what in ("pipeline", "epoch", "world"):
+    for what in ("pipeline", "epoch", "world", "dtype"):
         their, my = getattr(theirs, what), getattr(mine, what)
         if their != my:
             raise HandshakeError(f"{theirs.me} has {what} {_told(their)}, {mine.me} has {_told(my)}")

@@ -9,7 +9,7 @@ from typing import Protocol
 from pipelined.clock import Clock
 from pipelined.errors import HandshakeError
 
-__all__ = ["FileRendezvous", "MemoryRendezvous", "Rendezvous"]
+__all__ = ["FileRendezvous", "MemoryRendezvous", "Rendezvous", "part_of"]
 
 _POLL_S = 0.01
 
@@ -62,6 +62,33 @@ class FileRendezvous:
             return (self.directory / key.replace("/", "_")).read_text()
         except FileNotFoundError:
             return None
+
+
+class _Prefixed:
+    """A part of a board that has no parts of its own."""
+
+    def __init__(self, whole: Rendezvous, name: str) -> None:
+        self._whole = whole
+        self._name = name
+
+    def publish(self, key: str, value: str) -> None:
+        """Write once."""
+        self._whole.publish(f"{self._name}/{key}", value)
+
+    def get(self, key: str) -> str | None:
+        """What was published, or None."""
+        return self._whole.get(f"{self._name}/{key}")
+
+
+def part_of(rendezvous: Rendezvous, name: str) -> Rendezvous:
+    """A part of the board whose keys and objects meet no others; of the same kind, and the same for all who ask."""
+    if isinstance(rendezvous, FileRendezvous):
+        return FileRendezvous(rendezvous.directory / name)
+    if isinstance(rendezvous, MemoryRendezvous):
+        part = rendezvous.objects.setdefault(f"part {name}", MemoryRendezvous())
+        assert isinstance(part, MemoryRendezvous)
+        return part
+    return _Prefixed(rendezvous, name)
 
 
 async def lookup(rendezvous: Rendezvous, key: str, *, clock: Clock, timeout_s: float, who: str) -> str:

@@ -136,6 +136,21 @@ class _LeavesDescriptor(Transport):
         return await super().open(spec)
 
 
+class _LeavesMemory(Transport):
+    """8 MiB for each endpoint, touched, and never given back while the process lives."""
+
+    kept: list[bytearray] = []  # noqa: RUF012
+
+    async def open(self, spec: Any) -> Endpoint:
+        self.kept.append(bytearray(b"x") * (8 << 20))
+        return await super().open(spec)
+
+
+class _AnyDtype(Transport):
+    def change(self, spec: Any) -> Any:
+        return replace(spec, dtype="")
+
+
 class _Bounded(Transport):
     """Takes ten times what the window allows."""
 
@@ -227,4 +242,5 @@ NewLinks = transport(endpoint=_NewLinks)
 LocalCloseEnds = transport(tensors=_LocalCloseEnds)
 LeavesTask, LeavesDescriptor, TooWide = _LeavesTask, _LeavesDescriptor, _Bounded
 OwnClock, ComparesClocks = _OwnClock, _ComparesClocks
-AnySecret, AnyEpoch, NamesNobody = _AnySecret, _AnyEpoch, _NamesNobody
+AnySecret, AnyEpoch, AnyDtype, NamesNobody = _AnySecret, _AnyEpoch, _AnyDtype, _NamesNobody
+LeavesMemory = _LeavesMemory

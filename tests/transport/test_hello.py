@@ -14,7 +14,14 @@ WORLD = (Peer("p", -1), Peer("p", 0), Peer("p", 1))
 
 
 def hello(rank: int = 0, **changes: object):
-    spec = EndpointSpec(me=Peer("p", rank), world=WORLD, rendezvous=MemoryRendezvous(), connect=(), secret="s3cret")
+    spec = EndpointSpec(
+        me=Peer("p", rank),
+        world=WORLD,
+        rendezvous=MemoryRendezvous(),
+        connect=(),
+        secret="s3cret",
+        dtype="bfloat16",
+    )
     return msgspec.structs.replace(hello_of(spec), **changes)
 
 
@@ -26,6 +33,7 @@ def hello(rank: int = 0, **changes: object):
         ({"epoch": 4}, "epoch 4, p/0 has 0"),
         ({"world": WORLD[1:]}, "world p/0, p/1"),
         ({"pipeline": "q"}, "pipeline 'q'"),
+        ({"dtype": "float16"}, "p/1 has dtype 'float16', p/0 has 'bfloat16'"),
         ({"me": Peer("p", 7)}, "expected p/1"),
     ],
 )
@@ -38,7 +46,9 @@ def test_what_differs_is_named_and_no_secret(changes: dict[str, object], match: 
 
 
 def test_the_order_of_the_world_does_not_matter() -> None:
-    spec = EndpointSpec(me=WORLD[0], world=WORLD[::-1], rendezvous=MemoryRendezvous(), connect=(), secret="s3cret")
+    spec = EndpointSpec(
+        me=WORLD[0], world=WORLD[::-1], rendezvous=MemoryRendezvous(), connect=(), secret="s3cret", dtype="bfloat16"
+    )
     check_hello(hello(), hello_of(spec))
 
 
