@@ -131,7 +131,7 @@ class LiveRequest:
             self.losses = 0
         for index, token in enumerate(tokens):
             mine.token_ids.append(token)
-            if index < len(news.logprobs):
+            if self.params.logprobs is not None and index < len(news.logprobs):
                 self._add_logprobs(mine, news.logprobs[index])
             stream.push(token, check_stops=len(mine.token_ids) >= self.params.min_tokens)
             if stream.stopped_by is not None:
