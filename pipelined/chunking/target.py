@@ -1,9 +1,9 @@
 """How long a micro-batch should take: the fast search behind balanced chunks.
 
-For a queue of prompts cut into micro-batches of times t_i, P stages alike take sum t_i + (P - 1) * max t_i. A longer
-target means fewer launches and a longer way through the pipeline. The search looks at many targets at once: over an
-integral along the prompts for a first idea, then, where there are few micro-batches, over the very cuts that each
-target leads to.
+For a queue of prompts cut into micro-batches of times t_i, P stages alike take sum t_i + (P - 1) * max t_i; of several
+prompts, what they wait on average counts as much as what the last one does. A longer target means fewer launches and a
+longer way through the pipeline. The search looks at many targets at once: over an integral along the prompts for a first
+idea, then, where there are few micro-batches, over the very cuts that each target leads to.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Task:
 
 
 def find_target(task: Task) -> Target:
-    """The target with the least predicted time for the queue."""
+    """The target with the least predicted time for the queue: until its last prompt has a token, and on average."""
     search = _Search(task)
     targets = search.range()
     scores, counts = search.integrate(targets)
@@ -135,7 +135,12 @@ class _Search:
         return list(zip(self._base, self._stages, strict=True))
 
     def _time(self, sums: FloatArray, peaks: FloatArray) -> FloatArray:
-        return sums + self._fill * np.maximum(peaks, self._task.sunk_s)
+        """What counts: halfway between when the last prompt of the queue has its first token and the mean of all.
+
+        On average prompts wait for (n + 1) / 2n of the sum, and for the way through the pipeline as the last one does.
+        """
+        prompts = len(self._task.queue)
+        return (3 * prompts + 1) / (4 * prompts) * sums + self._fill * np.maximum(peaks, self._task.sunk_s)
 
     def integrate(self, targets: FloatArray) -> tuple[FloatArray, FloatArray]:
         """(predicted seconds, micro-batches) for each target, from chunk sizes at points along the prompts.
