@@ -2,8 +2,8 @@
 
 For a queue of prompts cut into micro-batches of times t_i, P stages alike take sum t_i + (P - 1) * max t_i; of several
 prompts, what they wait on average counts as much as what the last one does. A longer target means fewer launches and a
-longer way through the pipeline. The search looks at many targets at once: over an integral along the prompts for a first
-idea, then, where there are few micro-batches, over the very cuts that each target leads to.
+longer way through the pipeline. The search looks at many targets at once: over an integral along the prompts for a
+first idea, then, where there are few micro-batches, over the very cuts that each target leads to.
 """
 
 from __future__ import annotations
