@@ -2,6 +2,7 @@
 
 from pipelined.testing.check import Check, CheckFailed, CheckResult
 from pipelined.testing.kit import CHECKS, run_check, run_checks
+from pipelined.testing.machine import link_machine
 from pipelined.testing.payload_kit import check_payload_stage
 from pipelined.testing.report import check_transport, list_transports, render_results, results_as_data
 from pipelined.testing.stage_kit import STAGE_CHECKS, StageCheck, check_stage, run_stage_checks
@@ -21,6 +22,7 @@ __all__ = [
     "check_payload_stage",
     "check_stage",
     "check_transport",
+    "link_machine",
     "list_transports",
     "render_results",
     "results_as_data",

@@ -14,13 +14,20 @@ from pipelined.testing.tools import header, pattern, same
 from pipelined.testing.world import TENSOR_LANES, World, peer
 
 if TYPE_CHECKING:
-    from pipelined.transport import Received, TensorLink
+    from pipelined.transport import Endpoint, Received, TensorLink
 
-__all__ = ["check_random_operations_follow_the_model"]
+__all__ = [
+    "TENSOR_OPERATIONS",
+    "TensorWay",
+    "check_random_operations_follow_the_model",
+    "receive",
+    "release",
+    "tensor_ways",
+]
 
 
 @dataclass
-class _Way:
+class TensorWay:
     """One direction of one lane: both ends, and what the model says is under way."""
 
     name: str
@@ -37,32 +44,37 @@ async def check_random_operations_follow_the_model(world: World) -> None:
     size, window = min(3, world.size), 3
     for seed in range(2 if world.quick else 10):
         ends, draw = await world.open(size, window=window), random.Random(seed)
-        ways = [
-            _Way(
-                f"{source}->{target} {lane.name}",
-                ends[source].tensors(peer(target), lane),
-                ends[target].tensors(peer(source), lane),
-                window,
-            )
-            for lane in TENSOR_LANES
-            for source in range(size)
-            for target in range(size)
-            if source != target
-        ]
+        ways = tensor_ways(ends, window)
         for number in range(300 if world.quick else 1000):
             way = draw.choice(ways)
-            operation = draw.choice((_send, _send, _receive, _receive, _release, _wrong, _small))
+            operation = draw.choice((_send, receive, *TENSOR_OPERATIONS))
             await operation(world, way, draw, f"seed {seed}, operation {number}, {way.name}")
         for way in ways:
             while way.under_way:
-                await _receive(world, way, draw, f"seed {seed}, at the end, {way.name}")
+                await receive(world, way, draw, f"seed {seed}, at the end, {way.name}")
             while way.held:
-                await _release(world, way, draw, f"seed {seed}, at the end, {way.name}")
+                await release(world, way, draw, f"seed {seed}, at the end, {way.name}")
         for end in ends:
             end.abort()
 
 
-async def _send(world: World, way: _Way, draw: random.Random, where: str) -> None:
+def tensor_ways(ends: list[Endpoint], window: int) -> list[TensorWay]:
+    """Every direction of every tensor lane between these endpoints, of ranks 0 and up."""
+    return [
+        TensorWay(
+            f"{source}->{target} {lane.name}",
+            ends[source].tensors(peer(target), lane),
+            ends[target].tensors(peer(source), lane),
+            window,
+        )
+        for lane in TENSOR_LANES
+        for source in range(len(ends))
+        for target in range(len(ends))
+        if source != target
+    ]
+
+
+async def _send(world: World, way: TensorWay, draw: random.Random, where: str) -> None:
     if len(way.under_way) + len(way.held) >= way.window:
         world.raises_now(
             WouldBlock,
@@ -76,7 +88,8 @@ async def _send(world: World, way: _Way, draw: random.Random, where: str) -> Non
     way.sent += 1
 
 
-async def _receive(world: World, way: _Way, draw: random.Random, where: str) -> None:
+async def receive(world: World, way: TensorWay, draw: random.Random, where: str) -> None:
+    """Take the next; it must be what the model says."""
     if not way.under_way:
         return
     step, size_bytes = way.under_way.popleft()
@@ -89,21 +102,26 @@ async def _receive(world: World, way: _Way, draw: random.Random, where: str) -> 
         received.release()
 
 
-async def _release(world: World, way: _Way, draw: random.Random, where: str) -> None:
+async def release(world: World, way: TensorWay, draw: random.Random, where: str) -> None:
+    """Give one back, in any order; it must not have changed while it was held."""
     if way.held:
         step, size_bytes, received = way.held.pop(draw.randrange(len(way.held)))
         world.expect(same(received.tensor, pattern(step, size_bytes)), f"{where}: a held view changed", "its data")
         received.release()
 
 
-async def _wrong(world: World, way: _Way, draw: random.Random, where: str) -> None:
+async def _wrong(world: World, way: TensorWay, draw: random.Random, where: str) -> None:
     if way.under_way:
         step = way.under_way[0][0] + draw.choice((-1, 1))
         await world.raises(LaneMismatch, way.far.post_recv((step, 0)), f"{where}: a receive of another step")
 
 
-async def _small(world: World, way: _Way, draw: random.Random, where: str) -> None:
+async def _small(world: World, way: TensorWay, draw: random.Random, where: str) -> None:
     if way.under_way and way.under_way[0][1] > 0:
         step, size_bytes = way.under_way[0]
         into = torch.empty(draw.randrange(size_bytes), dtype=torch.uint8)
         await world.raises(Truncated, way.far.post_recv((step, 0), into), f"{where}: a receive into a small buffer")
+
+
+TENSOR_OPERATIONS = (_send, receive, release, _wrong, _small)
+"""What may be done to a tensor way at any time; each holds the transport against the model."""
