@@ -20,6 +20,7 @@ _SCANNED = ["pipelined", "pipelined.transports", "pipelined.models"]
 _MAY_BLOCK = {
     # Small files of one's own, once a link, before anything flows.
     "transport/rendezvous.py": {"publish", "get", "__init__"},
+    "transports/zmq.py": {"_url", "_stop"},
     # /proc is memory, not a disk.
     "rank/health.py": {"resident_bytes"},
     # Looking up plug-ins reads the metadata of installed packages, once a pipeline.
