@@ -77,7 +77,11 @@ class ZmqTransport:
                 raise ConfigError(f"zmq://{host} leaves this host, and this build of ZMQ has no CURVE; use tcp://")
         spec = dataclasses.replace(spec, window=self._window or spec.window)
         endpoint = ZmqEndpoint(spec, self.capabilities, self._heartbeat_ms)
-        endpoint.listen(host, encrypted=not private)
+        try:
+            endpoint.listen(host, encrypted=not private)
+        except BaseException:
+            endpoint.abort()  # a context that is dropped with a socket open waits for ever
+            raise
         return await endpoint.connect_first()
 
 
@@ -276,7 +280,6 @@ class ZmqEndpoint(SocketEndpoint):
         try:
             router.bind(url)
         except zmq.ZMQError as error:
-            self.abort()
             raise ConfigError(f"zmq:// can't listen on {url}: {error}") from error
         self._router = _Watched(self, router, self.drain)
         url = bytes(router.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()

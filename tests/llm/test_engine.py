@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from llm_tools import TOY, at_rest, greedy, right
 
-from pipelined.clock import MonotonicClock
+from pipelined.clock import LoopClock, MonotonicClock
+from pipelined.clock.virtual import run
 from pipelined.errors import (
     ConfigError,
     EngineClosedError,
@@ -24,6 +25,8 @@ from pipelined.errors import (
 from pipelined.llm import AsyncLLM
 from pipelined.messages import SamplingParams
 from pipelined.pipeline import TaskWorld
+from pipelined.stage.stream import StreamDevice
+from pipelined.trace import Span
 
 EOS = TOY + "&eos=7,11,400,401,402,403,404,405,406,407,408,409"
 
@@ -200,33 +203,35 @@ async def test_skewed_clocks_change_nothing(device: str, engine: Any) -> None:
 # ---- pipelining ----
 
 
-async def test_chunks_of_one_prompt_are_in_flight_together_and_nothing_runs_in_lock_step(engine: Any) -> None:
+def test_chunks_of_one_prompt_are_in_flight_together_and_nothing_runs_in_lock_step() -> None:
     """While a step computes, the next is prepared and its inputs are there, and the one before is leaving."""
-    from pipelined.stage.stream import StreamDevice
+    spans = run(_spans_of_a_long_prompt())
+    runs = {rank: [s for s in of if s.name == "forward"] for rank, of in spans.items()}
+    # At least two chunks, on different ranks, at the same time; the prompt takes about (13 + 2) steps, not 3 * 13.
+    first, last = runs[0], runs[2]
+    overlaps = sum(a.start_s < b.end_s and b.start_s < a.end_s and a.step != b.step for a in first for b in last)
+    assert overlaps >= 8
+    assert last[-1].end_s - first[0].start_s < 0.010 * 16
+    for rank in range(3):
+        prepared = {s.step: s.end_s for s in spans[rank] if s.name == "prepare"}
+        ends = {s.step: s.end_s for s in runs[rank]}
+        ahead = [step for step in ends if step + 1 in ends and prepared[step + 1] < ends[step]]
+        assert len(ahead) >= len(ends) // 2, (rank, ahead)
+    for rank in range(2):
+        starts = {s.step: (s.start_s, s.end_s) for s in runs[rank]}
+        sends = {s.step: s for s in spans[rank] if s.name == "send"}
+        leaving = [n for n in sends if n + 1 in starts and sends[n].end_s < starts[n + 1][1]]
+        assert len(leaving) >= len(sends) // 2, (rank, leaving)
 
-    device = lambda rank, clock: StreamDevice(clock, 0.01)  # noqa: E731
-    world = TaskWorld(device=device)
-    async with engine(pp_size=3, world=world) as llm:
+
+async def _spans_of_a_long_prompt() -> dict[int, list[Span]]:
+    world = TaskWorld(lambda _: LoopClock(), lambda _, clock: StreamDevice(clock, 0.01))
+    settings: dict[str, Any] = {"page_size": 4, "chunked_prefill_size": 32}
+    async with AsyncLLM(TOY, pp_size=3, world=world, transport="sim://", **settings) as llm:
         await llm.trace()
         output = await llm.complete(list(range(400)), greedy(1))
         assert output.metrics.chunks == [32] * 12 + [16]
-        spans = await llm.trace()
-        runs = {rank: [s for s in of if s.name == "forward"] for rank, of in spans.items()}
-        # At least two chunks, on different ranks, at the same time; the prompt took about (13 + 2) steps, not 3 * 13.
-        first, last = runs[0], runs[2]
-        overlaps = sum(a.start_s < b.end_s and b.start_s < a.end_s and a.step != b.step for a in first for b in last)
-        assert overlaps >= 8
-        assert last[-1].end_s - first[0].start_s < 0.010 * 13 * 2
-        for rank in range(3):
-            prepared = {s.step: s.end_s for s in spans[rank] if s.name == "prepare"}
-            ends = {s.step: s.end_s for s in runs[rank]}
-            ahead = [step for step in ends if step + 1 in ends and prepared[step + 1] < ends[step]]
-            assert len(ahead) >= len(ends) // 2, (rank, ahead)
-        for rank in range(2):
-            starts = {s.step: (s.start_s, s.end_s) for s in runs[rank]}
-            sends = {s.step: s for s in spans[rank] if s.name == "send"}
-            leaving = [n for n in sends if n + 1 in starts and sends[n].end_s < starts[n + 1][1]]
-            assert len(leaving) >= len(sends) // 2, (rank, leaving)
+        return await llm.trace()
 
 
 # ---- aborts ----

@@ -194,7 +194,7 @@ def test_heartbeats_do_not_pile_up() -> None:
             while True:
                 await asyncio.sleep(1.0)
                 await llm.complete(prompt(0, 10), GREEDY)
-        driver = llm._driver
+        driver = llm._epochs.driver  # type: ignore[union-attr]
         assert driver is not None
         return 128 - driver.links.health[2].credits()
 
