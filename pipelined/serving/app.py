@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 import pipelined
-from pipelined.serving import admin, chat, completions, health, metrics, models, tokens
+from pipelined.serving import admin, chat, completions, dashboard, health, metrics, models, tokens
 from pipelined.serving.guard import Guard
 from pipelined.serving.problems import install_problems
 from pipelined.serving.settings import ServerSettings
@@ -21,7 +21,16 @@ if TYPE_CHECKING:
 
 __all__ = ["create_app"]
 
-_ROUTERS = (completions.router, chat.router, models.router, tokens.router, health.router, admin.router, metrics.router)
+_ROUTERS = (
+    completions.router,
+    chat.router,
+    models.router,
+    tokens.router,
+    health.router,
+    admin.router,
+    metrics.router,
+    dashboard.router,
+)
 _INSTALLERS: tuple[Callable[[FastAPI, AsyncLLM], None], ...] = (metrics.install_metrics,)
 """Further parts, called with (app, engine): metrics, the dashboard."""
 
