@@ -14,7 +14,6 @@ from pipelined.errors import (
     EngineClosedError,
     InvalidRequestError,
     PipelinedError,
-    RankLostError,
     nearest,
 )
 from pipelined.llm.config import EngineConfig
@@ -23,6 +22,7 @@ from pipelined.llm.epochs import EngineState, Epochs, Restarts
 from pipelined.llm.memory import check_memory
 from pipelined.llm.partition import partition_layers
 from pipelined.llm.profiles import known_costs
+from pipelined.llm.quarantine import Quarantine
 from pipelined.llm.requests import LiveRequest, token_ids_of, with_seed
 from pipelined.llm.text import Tokenizer
 from pipelined.messages import Cancel, Outputs, SamplingParams
@@ -109,6 +109,7 @@ class AsyncLLM:
         self._live: dict[str, LiveRequest] = {}
         self._keys = itertools.count()
         self._emptied = asyncio.Event()
+        self._quarantine = Quarantine(max(1, self.config.max_restarts - 1), self.config.max_running_requests)
 
     def __repr__(self) -> str:
         return f"<AsyncLLM {self.info.ref} {self.config.pp_size} stages {len(self._live)} requests>"
@@ -293,6 +294,7 @@ class AsyncLLM:
                 yield live.output
         finally:
             del self._live[key]
+            self._release(live)
             if not self._live:
                 self._emptied.set()
             for sub_id in live.unfinished():
@@ -357,6 +359,7 @@ class AsyncLLM:
                 continue
             if news.tokens:
                 epochs.progressed()
+                self._release(live)
             if live.hear(int(choice), news, now_s):
                 self._cancel(news.id)
             if watcher is not None:
@@ -368,16 +371,14 @@ class AsyncLLM:
 
     def _resume(self) -> None:
         """A new epoch has begun: everything that is not finished is asked for again, in the order of arrival."""
-        ahead = 0
-        for live in [one for one in self._live.values() if one.error is None and not one.output.finished]:
-            if live.submitted and ahead < self.config.max_running_requests:  # those behind only waited
-                live.losses += 1
-            ahead += len(live.unfinished())
-            if live.losses < self.config.max_restarts:
-                self._submit(live)
-            else:
-                text = f"the pipeline was lost {live.losses} times while it worked on this request"
-                live.fail(RankLostError(text))
+        lives = [live for live in self._live.values() if live.error is None and not live.output.finished]
+        for live in self._quarantine.after_loss(lives):
+            self._submit(live)
+        self._running().patience = self._quarantine.patience
+
+    def _release(self, live: LiveRequest) -> None:
+        if (following := self._quarantine.released(live)) is not None:
+            self._submit(following)
 
     def _fail_all(self, error: PipelinedError) -> None:
         for live in self._live.values():

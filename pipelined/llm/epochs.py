@@ -76,6 +76,7 @@ class Epochs:
         driver: Of the current epoch, or of the one that was lost; None before the first and after the end.
         capacity: What the ranks agreed on; known once started.
         draining: Nothing new is taken.
+        patience: How many more losses are borne than usual, while their cause is looked for.
         end: Why it gave up, once it has.
         on_state: Called whenever the state has changed.
     """
@@ -109,6 +110,7 @@ class Epochs:
         self._on_outputs, self._on_ready, self._on_end = on_outputs, on_ready, on_end
         self._state = EngineState()
         self.draining = False
+        self.patience = 0
         self.end: PipelinedError | None = None
         self._begun_s = 0.0
         self._losses: deque[_Loss] = deque()
@@ -264,7 +266,7 @@ class Epochs:
         self._losses.append(_Loss(now_s, error))
         while self._losses[0].at_s < now_s - self._restarts.window_s:
             self._losses.popleft()
-        if len(self._losses) <= self._restarts.most:
+        if len(self._losses) <= self._restarts.most + self.patience:
             return None
         told = "; ".join(f"{now_s - loss.at_s:.1f} s ago: {loss.error}" for loss in self._losses)
         return RankLostError(

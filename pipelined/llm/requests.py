@@ -51,6 +51,7 @@ class LiveRequest:
     Attributes:
         submitted: Whether rank 0 was ever asked.
         losses: How often the pipeline was lost since the last token of it.
+        probed: How often of these while it was the only suspect.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class LiveRequest:
         self.error: PipelinedError | None = None
         self.submitted = False
         self.losses = 0
+        self.probed = 0
         self._tokenizer = tokenizer
         self._submitted_s = now_s
         self._streams = [TextStream(tokenizer, params.stop) for _ in range(params.n)]
@@ -128,7 +130,7 @@ class LiveRequest:
             metrics.chunks.extend(news.chunks[len(metrics.chunks) :])
         metrics.preemptions = max(metrics.preemptions, self._preempted + news.preemptions)
         if tokens:
-            self.losses = 0
+            self.losses = self.probed = 0
         for index, token in enumerate(tokens):
             mine.token_ids.append(token)
             if self.params.logprobs is not None and index < len(news.logprobs):

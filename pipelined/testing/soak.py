@@ -28,6 +28,9 @@ _VOCAB, _FACTOR = 32_000, 7919
 
 _SAMPLE_S = 1.0
 _QUIET_S = 60.0
+_SPARE_DESCRIPTORS = 4
+"""A sample may find a link that is being opened."""
+
 _GROWTH_BYTES = 48 << 20
 """How much a process may have grown between the two halves of a run: allocators keep some."""
 
@@ -100,6 +103,7 @@ class Soak:
         self._chance = random.Random(plan.seed)
         self._world = ProcessWorld()
         self._rss: list[int] = []
+        self._of_ranks: dict[int, dict[int | None, int]] = {}  # by process: descriptors, by epoch
         self._ends_s = 0.0
         self.engine = AsyncLLM(
             MODEL.format(launch_s=plan.launch_s),
@@ -142,6 +146,10 @@ class Soak:
             report.wrong.append(f"descriptors before and after: {report.descriptors}")
         if report.rss_bytes[1] > report.rss_bytes[0] + _GROWTH_BYTES:
             report.wrong.append(f"memory in the first half and in the second: {report.rss_bytes}")
+        for pid, counts in self._of_ranks.items():
+            first, *_, last = [*counts.values()] * 2
+            if last > first + _SPARE_DESCRIPTORS:
+                report.wrong.append(f"descriptors of the rank in process {pid}, by epoch: {counts}")
         if not report.completed:
             report.wrong.append("no stream was completed")
 
@@ -204,6 +212,10 @@ class Soak:
     async def _sample(self) -> None:
         while True:
             self._rss.append(_resident_bytes())
+            if self.engine.state.name == "ready":
+                for pid in self._world.pids:
+                    with suppress(OSError):  # killed a moment ago
+                        self._of_ranks.setdefault(pid, {})[self.engine.state.epoch] = _descriptors(pid)
             self._on_second(self.report)
             await asyncio.sleep(_SAMPLE_S)
 
@@ -224,8 +236,8 @@ class Soak:
             self.report.wrong.append(f"still held when all was over: {held}")
 
 
-def _descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def _descriptors(pid: int | str = "self") -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 def _resident_bytes() -> int:

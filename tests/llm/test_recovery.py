@@ -13,6 +13,7 @@ from llm_tools import TOY, at_rest, greedy, right
 
 from pipelined.errors import ConfigError, EngineClosedError, InvalidRequestError, RankLostError
 from pipelined.llm import AsyncLLM
+from pipelined.llm.quarantine import Quarantine
 from pipelined.llm.requests import LiveRequest
 from pipelined.messages import RequestOutput, pack_tokens, unpack_tokens
 from pipelined.models.toy import ToyStage, reference_tokens
@@ -70,16 +71,16 @@ async def test_again_and_again(engine: Any) -> None:
     world, dice = slow_world(), random.Random(1)
     prompts = [[n] * 30 for n in range(8)]
     async with engine(pp_size=3, world=world, recover=True, max_restarts=2) as llm:
-        tasks = [asyncio.create_task(streamed(llm, prompt, 200)) for prompt in prompts]
+        tasks = [asyncio.create_task(streamed(llm, prompt, 900)) for prompt in prompts]
         for _ in range(8):
-            lengths = sum(len(live.output.outputs[0].token_ids) for live in llm._live.values())
-            while sum(len(live.output.outputs[0].token_ids) for live in llm._live.values()) < lengths + 20:  # noqa: ASYNC110
+            before = {key: len(live.output.outputs[0].token_ids) for key, live in llm._live.items()}
+            while any(len(llm._live[key].output.outputs[0].token_ids) <= length for key, length in before.items()):  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             world._tasks[dice.randrange(3)].cancel()
             await state_of(llm, "recovering")
             await state_of(llm, "ready")
         for prompt, task in zip(prompts, tasks, strict=True):
-            right(TOY, prompt, await task, 200)
+            right(TOY, prompt, await task, 900)
         assert llm.state.restarts == 8
 
 
@@ -163,9 +164,14 @@ async def test_a_request_that_ends_the_pipeline_each_time_is_given_up(
         return prepare(self, step)
 
     monkeypatch.setattr(ToyStage, "prepare", ending)
-    async with engine(pp_size=2, world=world, recover=True, max_restarts=3) as llm:
-        with pytest.raises(RankLostError, match="lost 3 times while it worked on this request"):
-            await llm.complete([1] * 90 + [13], greedy(5))
+    prompts = [[n] * 90 for n in range(20, 26)]
+    async with engine(pp_size=2, world=world, recover=True) as llm:
+        bad = asyncio.create_task(llm.complete([1] * 90 + [13], greedy(5)))
+        tasks = [asyncio.create_task(streamed(llm, prompt, 30)) for prompt in prompts]
+        with pytest.raises(RankLostError, match="times while it worked on this request"):
+            await bad
+        for prompt, task in zip(prompts, tasks, strict=True):
+            right(TOY, prompt, await task, 30)
         await state_of(llm, "ready")
         right(TOY, [8], (await llm.complete([8], greedy(4))).outputs[0].token_ids, 4)
 
@@ -225,6 +231,28 @@ async def test_the_state_of_an_engine() -> None:
     assert llm.state.name == "stopped"
     assert (seen[0], seen[-1]) == ("starting", "stopped")
     assert {rank for rank, what in said if "ready after" in what} == {0, 1}
+
+
+def test_suspects_are_run_one_at_a_time() -> None:
+    from pipelined.llm.text import NoTokenizer
+
+    lives = [LiveRequest(str(n), None, [1], greedy(9), NoTokenizer(), 0.0, str(n)) for n in range(6)]
+    quarantine = Quarantine(2, most_running=4)
+    for live in lives:
+        live.submitted = True
+    assert quarantine.after_loss(lives) == lives
+    asked = quarantine.after_loss(lives)
+    assert asked == [lives[0], lives[4], lives[5]]  # the last two only waited
+    for live in asked:
+        live.submitted = True
+    lives[0].hear(0, RequestOutput("0/0", pack_tokens([1])), 0.0)
+    assert quarantine.released(lives[0]) is lives[1]
+    assert quarantine.released(lives[2]) is None  # its owner gave it up
+    for given_up in (False, True):
+        lives[1].submitted = True
+        asked = quarantine.after_loss([lives[1], *lives[3:]])
+        assert (lives[1] in asked, lives[1].error is not None) == (not given_up, given_up)
+    assert quarantine.probe is lives[3]
 
 
 def test_what_cannot_be() -> None:
