@@ -212,7 +212,7 @@ async def test_wrong_seq_and_too_small(open_world: Any) -> None:
 
 async def test_a_large_tensor_holds_up_no_message(open_world: Any) -> None:
     async with open_world() as (a, b):
-        sends = [a.tensors(b.me, Lane.HIDDEN).post_send(torch.ones(8_000_000), header(i)) for i in range(10)]
+        sends = [a.tensors(b.me, Lane.HIDDEN).post_send(torch.ones(2_000_000), header(i)) for i in range(10)]
         receives = [b.tensors(a.me, Lane.HIDDEN).post_recv((i, 0)) for i in range(10)]
         a.messages(b.me, Lane.HEALTH).send_nowait(b"ping")
         assert await b.messages(a.me, Lane.HEALTH).receive() == b"ping"
