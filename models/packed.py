@@ -27,13 +27,13 @@ def pack_linears(model: nn.Module) -> None:
     A weight that another kind of module shares (a tied embedding) stays with that one as it was. What is not packed is
     copied if it is the smaller part: the mapped file, read once for packing, then leaves this process's memory.
     """
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return
     packed: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if type(module) is not nn.Linear or not _packable(weight):
+        if type(module) is not nn.Linear or not _packable(module.weight):
             continue
+        weight = module.weight
         if id(weight) not in packed:
             layout = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
             packed[id(weight)] = nn.Parameter(layout, requires_grad=False)
@@ -45,8 +45,8 @@ def pack_linears(model: nn.Module) -> None:
             own.data = own.data.clone()
 
 
-def _packable(weight: object) -> bool:
-    if not isinstance(weight, nn.Parameter) or weight.device.type != "cpu" or not weight.numel():
+def _packable(weight: torch.Tensor) -> bool:
+    if weight.device.type != "cpu" or not weight.numel():
         return False
     if weight.dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
