@@ -12,6 +12,7 @@ from pipelined.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
 
     from pipelined.pipeline import Pipeline
     from pipelined.stage import Payload, StageContext
@@ -20,6 +21,7 @@ __all__ = ["BenchStage", "add_parser"]
 
 _WARM_UP = 20
 _LATENCY_SAMPLES = 50
+_SIM_LINK = "sim://?latency_us=100&bandwidth_gbytes_per_s=2"
 
 
 class BenchStage:
@@ -67,6 +69,12 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument("--workers", choices=("process", "task"), help="default: task for memory, else process")
     parser.add_argument("--device", choices=("emulated", "thread"), default="emulated", help="what takes the time")
     parser.add_argument("--leases", action="store_true", help="write outputs straight into the link's memory")
+    parser.add_argument(
+        "--sim-link",
+        default=_SIM_LINK,
+        metavar="URI",
+        help=f"of the same run in virtual time, with --device emulated (default: {_SIM_LINK}, about what shm:// does)",
+    )
     parser.add_argument("--repeat", type=int, default=3, metavar="R", help="runs; medians are printed (default: 3)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace of the last run")
@@ -77,6 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run it."""
     import uvloop
 
+    from pipelined.clock import virtual
+
     for name in ("pp_size", "micro_batches", "hidden_bytes", "repeat"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: expected 1 or more")
@@ -84,11 +94,18 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--stage-ms {arguments.stage_ms}: expected 0 or more")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(_overhead(arguments))
+    if arguments.device == "emulated":
+        simulated_s = virtual.run(_simulated(arguments))
+        result |= {
+            "simulated_link": arguments.sim_link,
+            "simulated_makespan_s": simulated_s,
+            "simulation_error": simulated_s / result["makespan_s"] - 1,
+        }
     if arguments.json:
         print(json.dumps(result))
     else:
         for name, value in result.items():
-            print(f"{name:12} {value if value is not None else '-'}")
+            print(f"{name:20} {value if value is not None else '-'}")
     return 0
 
 
@@ -98,15 +115,11 @@ async def _overhead(arguments: argparse.Namespace) -> dict[str, Any]:
     from pipelined.pipeline import Pipeline
     from pipelined.trace import RankTrace, Trace, write_chrome
 
-    stage_s = arguments.stage_ms / 1e3
     transport = arguments.transport or ("memory" if arguments.workers == "task" else "shm")
     workers = arguments.workers or ("task" if transport.startswith("memory") else "process")
     thread = arguments.device == "thread"
     torch.set_num_threads(1)  # as in the processes of ranks: what is measured is the runtime, not torch's threads
-    stages = [
-        BenchStage(stage_s, arguments.hidden_bytes, leases=arguments.leases, sleep=thread)
-        for _ in range(arguments.pp_size)
-    ]
+    stages = _stages(arguments, sleep=thread)
     pipeline = Pipeline(stages, workers=workers, transport=transport, device="cpu" if thread else "emulated")
     async with pipeline as pipe:
         await _makespan(pipe, _WARM_UP)
@@ -119,7 +132,7 @@ async def _overhead(arguments: argparse.Namespace) -> dict[str, Any]:
             ranks = [RankTrace(rank, f"stage {rank}", own) for rank, own in spans.items()]
             write_chrome(Trace.of(ranks, started_s=started_s), arguments.trace)
     makespan_s = statistics.median(makespans)
-    ideal_s = (arguments.micro_batches + arguments.pp_size - 1) * stage_s
+    ideal_s = (arguments.micro_batches + arguments.pp_size - 1) * arguments.stage_ms / 1e3
     return {
         "makespan_s": makespan_s,
         "ideal_s": ideal_s,
@@ -129,12 +142,33 @@ async def _overhead(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-async def _makespan(pipe: Pipeline, count: int) -> float:
+def _stages(arguments: argparse.Namespace, *, sleep: bool) -> list[BenchStage]:
+    stage_s = arguments.stage_ms / 1e3
+    return [
+        BenchStage(stage_s, arguments.hidden_bytes, leases=arguments.leases, sleep=sleep)
+        for _ in range(arguments.pp_size)
+    ]
+
+
+async def _simulated(arguments: argparse.Namespace) -> float:
+    """The makespan of the same pipeline and runtime in virtual time: only devices and links take time."""
+    from pipelined.clock import LoopClock
+    from pipelined.pipeline import Pipeline, TaskWorld
+
+    world = TaskWorld(clock=lambda _: LoopClock())
+    stages = _stages(arguments, sleep=False)
+    now = asyncio.get_running_loop().time
+    async with Pipeline(stages, transport=arguments.sim_link, device="emulated", world=world) as pipe:
+        await _makespan(pipe, _WARM_UP, now)
+        return await _makespan(pipe, arguments.micro_batches, now)
+
+
+async def _makespan(pipe: Pipeline, count: int, now: Callable[[], float] = time.monotonic) -> float:
     """Seconds from the first input to the last output; the driver looks at each output."""
-    started_s = time.monotonic()
+    started_s = now()
     number = 0
     async for y in pipe.stream({"number": n} for n in range(count)):
         assert int(y["hidden"][-1]) == number % 251, "an output of another input"
         number += 1
     assert number == count
-    return time.monotonic() - started_s
+    return now() - started_s
