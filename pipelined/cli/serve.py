@@ -95,6 +95,7 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
     )
     option("--tls-certfile", "--ssl-certfile", metavar="FILE", help="serve https with this certificate (PEM)")
     option("--tls-keyfile", "--ssl-keyfile", metavar="FILE", help="its key")
+    option("--log-format", choices=("text", "json"), default="text", help="of the log (default: %(default)s)")
     option("--profile-dir", default=".", metavar="DIR", help="where /stop_profile writes (default: here)")
     option(
         "--allowed-origins",
@@ -151,12 +152,13 @@ def run(arguments: argparse.Namespace) -> int:
     from pipelined.llm import AsyncLLM
 
     config = engine_config(arguments, recover=not arguments.no_recover)
-    set_up_logs("text")
+    set_up_logs(arguments.log_format)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             if config.workers == "task":  # all in this process
                 return runner.run(serve(AsyncLLM(config), settings))
-            return runner.run(Supervisor(config, settings, listen(settings)).run())
+            supervisor = Supervisor(config, settings, listen(settings), log_format=arguments.log_format)
+            return runner.run(supervisor.run())
     except asyncio.CancelledError:
         return _TERMINATED
 

@@ -17,7 +17,7 @@ import pipelined
 from pipelined.clock import off_loop
 from pipelined.serving.encoding import JsonResponse
 from pipelined.serving.metrics_ranks import KEPT_S
-from pipelined.serving.state import ERRORS, Server, ServerState
+from pipelined.serving.state import ERRORS, Server, ServerState, calendar_s
 from pipelined.trace import BUSY, CAUSES
 from pipelined.trace.packing import MEANING, Tables, merged
 
@@ -78,6 +78,7 @@ def live_data(server: ServerState, window_s: float) -> dict[str, Any]:
         "version": pipelined.__version__,
         "model": server.model_names[0],
         "now_s": now_s - feed.origin_s,
+        "up_s": calendar_s() - server.created,
         "reachable": feed.reachable,
         "state": {
             "name": "draining" if draining else state.name,

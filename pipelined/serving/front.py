@@ -6,7 +6,6 @@ It may be killed at any time: the ranks keep their weights, and the next one goe
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 import sys
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pipelined.errors import PipelinedError
 from pipelined.llm import AsyncLLM
 from pipelined.rank.process import EXIT_ORPHAN
+from pipelined.serving import logs
 from pipelined.serving.remote_world import RemoteWorld
 from pipelined.serving.world_wire import Welcome, Wire, from_supervisor
 
@@ -83,8 +83,7 @@ async def _listen(world: RemoteWorld) -> None:
 
 def set_up_logs(log_format: str) -> None:
     """One line an event, on standard error."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stderr)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logs.set_up_logs(log_format)
 
 
 def _function(name: str) -> Any:

@@ -11,6 +11,7 @@ from fastapi import Depends
 from starlette.requests import Request
 
 from pipelined.serving.gate import Gate
+from pipelined.serving.logs import RequestLog
 from pipelined.serving.metrics_ranks import RankFeed
 from pipelined.serving.metrics_requests import RequestTally
 from pipelined.serving.probe import Probe
@@ -68,6 +69,7 @@ class ServerState:
         created: When the application was made, in seconds of the calendar.
         probe: Really runs a token.
         tally: Counts what becomes of requests.
+        log: Says what becomes of them.
         feed: Asks the ranks what they do.
         profiler: Records it.
         model_names: What clients may call the model.
@@ -80,6 +82,7 @@ class ServerState:
         self.gate = Gate(engine.config.max_running_requests + settings.max_queued_requests)
         self.probe = Probe(engine, settings.probe_timeout_s)
         self.tally = engine.watcher = RequestTally()
+        self.log = RequestLog(engine, self.tally)
         self.feed = RankFeed(engine)
         self.profiler = Profiler(engine, self.feed, settings.profile_dir)
         self.model_names = settings.served_model_names or (engine.info.ref,)

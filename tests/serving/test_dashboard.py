@@ -1,7 +1,14 @@
 from __future__ import annotations
 
+import asyncio
 import re
+import socket
+from pathlib import Path
 from typing import Any
+
+import pytest
+import uvicorn
+from browser import browser, chromium
 
 from pipelined.serving.dashboard import page
 
@@ -72,3 +79,34 @@ async def test_its_data_is_bounded(serve: Any) -> None:
         assert response.json()["requests"]["live"] == 1000
         assert len(response.content) < 100_000
         await served.get("/dashboard/data?window_s=1e9", 400)
+
+
+@pytest.mark.slow
+async def test_in_a_browser(serve: Any, tmp_path: Path) -> None:
+    chromium()
+    async with serve(max_running_requests=4) as served:
+        bound = socket.create_server(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(served.app, log_config=None, lifespan="off"))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(server.serve([bound]))
+            async with browser(tmp_path / "profile") as page:
+                await page.call("Page.navigate", url=f"http://127.0.0.1:{bound.getsockname()[1]}/dashboard")
+                await page.until("document.getElementById('state').textContent === 'ready'")
+                await served.post("/v1/completions", BODY, headers={"X-Request-Id": "<b>odd"})
+                await served.post("/v1/completions", BODY, headers={"X-Request-Id": "seen-7"})
+                await page.until("document.getElementById('finished').textContent.includes('seen-7')")
+                assert await page.value("document.querySelectorAll('#shares tbody tr').length") == 2
+                for name, look in {
+                    "light": {"width": 1280, "height": 900},
+                    "dark": {"width": 1280, "height": 900, "dark": True},
+                    "phone": {"width": 390, "height": 844, "phone": True, "dark": True},
+                }.items():
+                    await page.look(**look)
+                    await page.until(f"innerWidth === {look['width']}")
+                    assert await page.value("document.documentElement.scrollWidth") == look["width"], name
+                    await page.picture(tmp_path / f"{name}.png")
+                    background = await page.value("getComputedStyle(document.body).backgroundColor")
+                    red = int(re.findall(r"\d+", background)[0])
+                    assert (red < 60) == ("dark" in look)
+                assert page.problems == []
+            server.should_exit = True

@@ -55,6 +55,7 @@
     const size = Math.abs(s);
     return size >= 100 ? `${Math.round(s)} s` : size >= 1 ? `${s.toPrecision(3)} s` : size >= 1e-3 ? `${(s * 1e3).toPrecision(3)} ms` : `${(s * 1e6).toPrecision(3)} µs`;
   }
+  function uptime(s) { return s < 120 ? `${s} s` : s < 7200 ? `${Math.round(s / 60)} min` : s < 172800 ? `${Math.round(s / 3600)} h` : `${Math.round(s / 86400)} days`; }
   function number(n) { return Math.round(n).toLocaleString("en"); }
   function short(n) { return n >= 1e6 ? `${(n / 1e6).toPrecision(3)}M` : n >= 1e4 ? `${(n / 1e3).toPrecision(3)}k` : n >= 100 || Number.isInteger(n) ? String(Math.round(n)) : n.toPrecision(2); }
   function bytes(n) { return n >= 2 ** 30 ? `${(n / 2 ** 30).toPrecision(3)} GiB` : `${Math.round(n / 2 ** 20)} MiB`; }
@@ -70,7 +71,7 @@
     trouble(state.reason || (data.reachable ? "" : "The ranks do not answer; what is shown is what was last known."));
     $("title").textContent = data.model;
     document.title = `${data.model} · pipelined`;
-    $("meta").textContent = [`pipelined ${data.version}`, `${data.ranks.length} rank${data.ranks.length === 1 ? "" : "s"}`, `up ${duration(data.now_s)}`,
+    $("meta").textContent = [`pipelined ${data.version}`, `${data.ranks.length} rank${data.ranks.length === 1 ? "" : "s"}`, `up ${uptime(data.up_s)}`,
       state.restarts ? `begun anew ${state.restarts} times; last loss ${state.latest_loss}` : ""].filter(Boolean).join("  ·  ");
     facts();
     drawTimeline();
@@ -125,7 +126,7 @@
   }
   function pages() {
     const { pages: all, available_pages: available, cached_pages: cached } = data.pages, used = all - available;
-    const spare = Math.max(0, Math.min(available, cached - Math.max(0, cached - available)));
+    const spare = Math.min(available, cached);
     const parts = [["w0", "held by sequences", used], ["w2", "cached, can be taken", spare], ["row", "free", all - used - spare]];
     fill($("pages-bar"), parts.map(([colour, name, count]) => { const part = make("span"); part.style.width = `${all ? (100 * count) / all : 0}%`; part.style.background = `var(--${colour})`; part.title = `${name}: ${number(count)}`; return part; }));
     fill($("pages-legend"), parts.map(([colour, name, count]) => swatch(colour, `${name} ${number(count)} (${percent(all ? count / all : 0)})`)));
