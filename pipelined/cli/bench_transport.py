@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _measure(uris: list[str], rounds: int) -> dict[str, Any]:
     """Everything in interleaved rounds, so that a busy moment of the machine hits all alike; medians."""
-    from pipelined.cli.transport_rounds import Pair, PlainSocket
+    from pipelined.cli.transport_rounds import Pair, PlainSocket, PlainZmq
 
     rows: dict[str, dict[str, Any]] = {uri: {} for uri in uris}
     pairs: dict[str, Pair] = {}
@@ -70,6 +70,8 @@ async def _measure(uris: list[str], rounds: int) -> dict[str, Any]:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipelined-", ignore_cleanup_errors=True))
         plain = await PlainSocket.open(f"{directory}/plain")
         stack.push_async_callback(plain.close)
+        plain_zmq = await PlainZmq.open(f"{directory}/zmq")
+        stack.push_async_callback(plain_zmq.close)
         for number, uri in enumerate(uris):
             try:
                 _see_that_it_can(uri)
@@ -84,6 +86,7 @@ async def _measure(uris: list[str], rounds: int) -> dict[str, Any]:
             await _bandwidth_round(pairs, rows, samples)
             for _ in range(_BLOCKS):
                 samples.trips("plain", await plain.round_trips_s(_WARM_UP + _TRIPS))
+                samples.trips("plain zmq", await plain_zmq.round_trips_s(_WARM_UP + _TRIPS))
                 for uri, pair in _well(pairs, rows):
                     if pair.messages:
                         await _guarded(rows[uri], samples.trips_of(uri, pair))
@@ -161,15 +164,16 @@ class _Samples:
 
     def result(self, uris: list[str], rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """Medians, and how they compare with the baselines."""
-        plain_s = statistics.median(self._trips["plain"])
+        plain_s, zmq_s = (statistics.median(self._trips[name]) for name in ("plain", "plain zmq"))
         return {
             "memcpy_gb_per_s": self._median_rates("memcpy"),
             "memcpy_alone_gb_per_s": self._median_rates("memcpy alone"),
             "plain_socket_rtt_us": plain_s * 1e6,
-            "transports": {uri: rows[uri] if "error" in rows[uri] else self._row(uri, plain_s) for uri in uris},
+            "plain_zmq_rtt_us": zmq_s * 1e6,
+            "transports": {uri: rows[uri] if "error" in rows[uri] else self._row(uri, plain_s, zmq_s) for uri in uris},
         }
 
-    def _row(self, uri: str, plain_s: float) -> dict[str, Any]:
+    def _row(self, uri: str, plain_s: float, zmq_s: float) -> dict[str, Any]:
         rates, leased = self._median_rates(uri), self._median_rates(f"{uri} leased")
         copied = self._median_rates("memcpy")[_SHARE_SIZE]
         trip_s = statistics.median(self._trips[uri]) if uri in self._trips else None
@@ -180,6 +184,7 @@ class _Samples:
             "leased_share_of_memcpy": leased[_SHARE_SIZE] / copied if leased else None,
             "rtt_us": trip_s * 1e6 if trip_s is not None else None,
             "rtt_of_plain_socket": trip_s / plain_s if trip_s is not None else None,
+            "rtt_of_plain_zmq": trip_s / zmq_s if trip_s is not None else None,
             "idle_share": self._idle.get(uri),
         }
 
@@ -203,6 +208,8 @@ def _print(result: dict[str, Any]) -> None:
     line("memcpy, written and read", result["memcpy_gb_per_s"])
     line("memcpy alone", result["memcpy_alone_gb_per_s"])
     line("plain Unix socket", {}, "", f"{result['plain_socket_rtt_us']:.0f}")
+    times = result["plain_zmq_rtt_us"] / result["plain_socket_rtt_us"]
+    line("plain ZMQ socket", {}, "", f"{result['plain_zmq_rtt_us']:.0f}", f"{times:.2f}x")
     problems = []
     for uri, row in result["transports"].items():
         if "error" in row:

@@ -1,16 +1,19 @@
 """The other process of `pipelined bench transport`: `python -m pipelined.cli.transport_peer URI DIRECTORY`.
 
 Reads one command a line from its standard input, answers each with a line, and ends with its input. With `-` in place
-of a URI it is the baseline: a plain Unix socket, whose path stands for the directory, that sends back what it gets.
+of a URI it is the baseline: a plain Unix socket, whose path stands for the directory, that sends back what it gets;
+with `--` a plain ZMQ socket.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from pipelined.errors import PipelinedError
 from pipelined.messages import Peer
@@ -20,9 +23,10 @@ from pipelined.transport.registry import split_uri
 if TYPE_CHECKING:
     from pipelined.transport import Endpoint, Received, Transfer
 
-__all__ = ["IN_FLIGHT", "PEERS", "Echo", "main", "open_end", "pattern_of"]
+__all__ = ["IN_FLIGHT", "PEERS", "PLAIN_ZMQ", "Echo", "main", "open_end", "pattern_of"]
 
 PEERS = (Peer("bench", 0), Peer("bench", 1))
+PLAIN_ZMQ = "--"
 IN_FLIGHT = 4
 """Rotating buffers, and most transfers under way."""
 
@@ -112,6 +116,22 @@ class _Served:
         return f"share {share:.6f}"
 
 
+def _serve_plain_zmq(path: str) -> NoReturn:
+    """Send back what comes, for ever: the process ends with its standard input."""
+    import zmq
+
+    def end_with_input() -> None:
+        sys.stdin.read()
+        os._exit(0)
+
+    threading.Thread(target=end_with_input, daemon=True).start()
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.bind(f"ipc://{path}")
+        print("open", flush=True)
+        while True:
+            socket.send(socket.recv())
+
+
 async def _serve(uri: str, directory: str) -> None:
     loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -136,6 +156,8 @@ def main() -> int:
     import uvloop
 
     torch.set_num_threads(1)
+    if sys.argv[1] == PLAIN_ZMQ:
+        _serve_plain_zmq(sys.argv[2])
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(*sys.argv[1:]))

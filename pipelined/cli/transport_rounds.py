@@ -11,7 +11,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Self
 
-from pipelined.cli.transport_peer import IN_FLIGHT, PEERS, open_end, pattern_of
+from pipelined.cli.transport_peer import IN_FLIGHT, PEERS, PLAIN_ZMQ, open_end, pattern_of
 from pipelined.errors import ConfigError, PeerLost, PipelinedError, TransportError
 from pipelined.messages import TensorHeader
 from pipelined.transport import Lane
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from pipelined.transport import Endpoint, Transfer
 
-__all__ = ["MESSAGE_BYTES", "Pair", "PlainSocket", "memcpy_s", "rotating"]
+__all__ = ["MESSAGE_BYTES", "Pair", "PlainSocket", "PlainZmq", "memcpy_s", "rotating"]
 
 MESSAGE_BYTES = 200
 _START_S = 90.0
@@ -215,6 +215,49 @@ class PlainSocket:
             back = self._protocol.wait_for(MESSAGE_BYTES)
             self._transport.write(frame)
             await back
+            found.append(time.perf_counter() - started_s)
+        return found
+
+
+class PlainZmq:
+    """What ZMQ itself costs: blocking PAIR sockets over ipc, no loop on either side, nothing else."""
+
+    def __init__(self, child: _Child, path: str) -> None:
+        import zmq
+
+        self._child = child
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVTIMEO, int(1e3 * _STEP_S))
+        self._socket.connect(f"ipc://{path}")
+
+    @classmethod
+    async def open(cls, path: str) -> Self:
+        """Start the other process and connect."""
+        child = await _Child.start(PLAIN_ZMQ, path)
+        try:
+            await child.expect("open", _START_S)
+            return cls(child, path)
+        except BaseException:
+            await child.end()
+            raise
+
+    async def close(self) -> None:
+        """End both sides."""
+        self._context.destroy(linger=0)
+        await self._child.end()
+
+    async def round_trips_s(self, count: int) -> list[float]:
+        """Seconds of each of `count` round trips, on a thread of their own."""
+        return await asyncio.to_thread(self._round_trips_s, count)
+
+    def _round_trips_s(self, count: int) -> list[float]:
+        frame, found = b"x" * MESSAGE_BYTES, []
+        for _ in range(count):
+            started_s = time.perf_counter()
+            self._socket.send(frame)
+            self._socket.recv()
             found.append(time.perf_counter() - started_s)
         return found
 

@@ -41,6 +41,8 @@ def test_what_cannot_be_measured_is_told_beside_what_can() -> None:
     assert all(rate > 0 for rate in [*rows["shm"]["gb_per_s"].values(), *rows["shm"]["leased_gb_per_s"].values()])
     assert rows["shm"]["rtt_us"] > 0
     assert result["plain_socket_rtt_us"] > 0
+    assert result["plain_zmq_rtt_us"] > 0
+    assert rows["shm"]["rtt_of_plain_zmq"] == pytest.approx(rows["shm"]["rtt_us"] / result["plain_zmq_rtt_us"])
     assert 0 <= rows["shm"]["idle_share"] < 0.2
     assert "processes" in rows["memory"]["error"]
     assert "no-such" in rows["no-such"]["error"]
