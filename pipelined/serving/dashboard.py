@@ -169,7 +169,8 @@ def _timeline(server: ServerState, window_s: float) -> dict[str, Any]:
     """Pieces of the last seconds, up to what is known, as `Tables` packs them; the ends in seconds of `now_s`."""
     feed = server.feed
     to_ns = round((feed.known_s - feed.origin_s) * 1e9)
-    from_ns = max(0, to_ns - round(window_s * 1e9))
+    begins_ns = max((totals.pieces[0].start_ns for totals in feed.ranks.values() if totals.pieces), default=to_ns)
+    from_ns = max(begins_ns, to_ns - round(window_s * 1e9))
     rows = [_clipped(totals.pieces, from_ns, to_ns) for totals in feed.ranks.values()]
     quantum_ns = 0
     if sum(len(row) for row in rows) > _MOST_PIECES:

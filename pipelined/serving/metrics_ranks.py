@@ -29,8 +29,11 @@ _MARGIN_FORWARDS: Final = 8
 _MARGIN_S: Final = (0.25, 60.0)
 """Spans before a window are looked at, too, since causes lie in the past: as far back as so many long forwards."""
 
-_PAUSE_S: Final = 120.0
-"""What nobody asked for in so long a time is not worked out afterwards."""
+_PAUSE_S: Final = 10.0
+"""Of a time in which nobody asked, no more than that is worked out afterwards."""
+
+_STUCK_S: Final = 120.0
+"""A forward is waited for no longer than that: from then on its rank counts as idle."""
 
 _ANSWER_S: Final = 2.0
 _INTEREST_S: Final = 300.0
@@ -141,6 +144,8 @@ class RankFeed:
             self.reachable = False
             return
         self.reachable = True
+        if asyncio.get_running_loop().time() - self._asked_s > _PAUSE_S:
+            self._skip(engine.now() - _PAUSE_S)
         anew, self._epoch = epoch != self._epoch, epoch
         for rank, totals in self.ranks.items():
             if rank in stats:
@@ -163,9 +168,15 @@ class RankFeed:
     def _window(self) -> tuple[float, float] | None:
         """What can be worked out now."""
         now_s = self._engine.now()
-        known_s = max(min(totals.known_s for totals in self.ranks.values()), now_s - _PAUSE_S)
-        begun_s = max(self.known_s, now_s - _PAUSE_S)
-        return (begun_s, known_s) if known_s > begun_s else None
+        known_s = max(min(totals.known_s for totals in self.ranks.values()), now_s - _STUCK_S)
+        return (self.known_s, known_s) if known_s > self.known_s else None
+
+    def _skip(self, until_s: float) -> None:
+        """What lies before is not worked out any more."""
+        if until_s > self.known_s:
+            self.known_s = until_s
+            for totals in self.ranks.values():
+                totals.pieces.clear()  # they are to lie back to back
 
     def _work_out(self) -> None:
         window = self._window()
@@ -174,7 +185,10 @@ class RankFeed:
         begun_s, known_s = window
         margin_s = self._margin_s()
         first_s = max(self.origin_s, begun_s - margin_s)
-        traces = [RankTrace(rank, "", list(totals.spans)) for rank, totals in self.ranks.items()]
+        traces = [
+            RankTrace(rank, "", [span for span in totals.spans if span.end_s >= first_s])
+            for rank, totals in self.ranks.items()
+        ]
         cut_ns, offset_ns = round((begun_s - first_s) * 1e9), round((first_s - self.origin_s) * 1e9)
         for totals, pieces in zip(self.ranks.values(), segments(Trace(traces, first_s, known_s)), strict=True):
             for piece in pieces:

@@ -58,6 +58,21 @@ async def test_tells_what_goes_on(serve: Any) -> None:
             assert rank["spent_s"]["busy"] > 0
 
 
+async def test_after_a_pause_the_timeline_begins_anew(serve: Any) -> None:
+    async with serve() as served:
+        feed = served.state.feed
+        await feed.refresh(0.0)
+        await served.post("/v1/completions", BODY)
+        await feed.refresh(0.0)
+        feed._skip(served.engine.now())
+        await served.post("/v1/completions", BODY)
+        await feed.refresh(0.0)
+        line = (await served.get("/dashboard/data"))["timeline"]
+        assert line["from_s"] > 0
+        for rank in line["ranks"]:
+            assert abs(sum(rank["items"][::7]) / 1e9 - (line["to_s"] - line["from_s"])) < 1e-3
+
+
 async def test_progress_of_a_prefill_is_seen(serve: Any) -> None:
     async with serve() as served:
         seen: list[tuple[int, int]] = []
