@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -32,6 +33,8 @@ _MAY_BLOCK = {
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "may_block: the test blocks a loop on purpose")
+    # A shell in the background has its children ignore Ctrl-C, and theirs would.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # A suite that passed passes again: new examples are for whoever looks for them (HYPOTHESIS_PROFILE=explore).
     settings.register_profile("same", derandomize=True, deadline=None)
     settings.register_profile("explore", deadline=None)
