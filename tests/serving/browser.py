@@ -78,9 +78,10 @@ class Browser:
         return found["result"].get("value")
 
     async def until(self, script: str) -> None:
-        """Wait until the expression is true."""
+        """Wait until the expression is true; while the page is not there yet, it may fail."""
+        patient = f"(() => {{ try {{ return {script} }} catch {{ return false }} }})()"
         async with asyncio.timeout(ANSWER_S):
-            while not await self.value(script):  # noqa: ASYNC110 - a page has no event for it
+            while not await self.value(patient):  # noqa: ASYNC110 - a page has no event for it
                 await asyncio.sleep(0.1)
 
     async def picture(self, path: Path) -> None:
