@@ -8,6 +8,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
+from pipelined.cli.options import output_file
 from pipelined.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     parser.add_argument("--repeat", type=int, default=3, metavar="R", help="runs; medians are printed (default: 3)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace of the last run")
+    parser.add_argument("--trace", type=output_file, metavar="FILE", help="write a Chrome trace of the last run")
     parser.set_defaults(run=run)
 
 
@@ -94,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--stage-ms {arguments.stage_ms}: expected 0 or more")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(_overhead(arguments))
-    if arguments.device == "emulated":
+    if arguments.device == "emulated" and arguments.stage_ms:  # without, it would only measure the host
         simulated_s = virtual.run(_simulated(arguments))
         result |= {
             "simulated_link": arguments.sim_link,

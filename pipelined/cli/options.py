@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+from pathlib import Path
 from typing import Any
 
 from pipelined.chunking import POLICIES
 from pipelined.errors import ConfigError
 from pipelined.llm.config import EngineConfig
 
-__all__ = ["add_engine_options", "add_trace_option", "engine_config", "int_list"]
+__all__ = ["add_engine_options", "add_trace_option", "engine_config", "int_list", "output_file"]
 
 SMOOTHING = "SGLANG_DYNAMIC_CHUNKING_SMOOTH_FACTOR"
 PARTITION = "SGLANG_PP_LAYER_PARTITION"
@@ -25,6 +26,18 @@ def int_list(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 14,16") from None
+
+
+def output_file(text: str) -> str:
+    """A file that can be written, for argparse: said before any work is done for it."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder; expected the name of a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r} to write {path.name!r} in")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: no permission")
+    return text
 
 
 def _partition(text: str) -> tuple[int, ...] | str:
@@ -193,8 +206,12 @@ def _milliseconds(text: str) -> float:
 def add_trace_option(parser: argparse.ArgumentParser) -> None:
     """`--trace` and `--timeline`."""
     group = parser.add_argument_group("trace")
-    group.add_argument("--trace", metavar="FILE", help="write a Chrome trace: one track per rank and coroutine")
-    group.add_argument("--timeline", metavar="FILE", help="write a picture of what each stage did when (HTML)")
+    group.add_argument(
+        "--trace", type=output_file, metavar="FILE", help="write a Chrome trace: one track per rank and coroutine"
+    )
+    group.add_argument(
+        "--timeline", type=output_file, metavar="FILE", help="write a picture of what each stage did when (HTML)"
+    )
 
 
 def engine_config(arguments: argparse.Namespace, **changes: Any) -> EngineConfig:

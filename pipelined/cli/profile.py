@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelined.cli.measure import run_async
-from pipelined.cli.options import add_engine_options, engine_config
+from pipelined.cli.options import add_engine_options, engine_config, output_file
 from pipelined.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,13 +29,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command."""
     parser = commands.add_parser("profile", help="measure what chunks and decodes take", description=__doc__)
     add_engine_options(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="where the profile goes (JSON)")
+    parser.add_argument(
+        "-o", "--output", type=output_file, metavar="FILE", required=True, help="where the profile goes (JSON)"
+    )
     parser.add_argument(
         "--budget-s", type=float, default=120.0, metavar="S", help="time to measure in, ranks ready (default: 120)"
     )
     parser.add_argument("--longest", type=int, metavar="N", help="tokens of the longest prompt; default the context")
     parser.add_argument("--text", metavar="FILE", help="prompts are made of this text; default one that Python has")
-    parser.add_argument("--plot", metavar="FILE", help="draw the fit beside the points (HTML)")
+    parser.add_argument("--plot", type=output_file, metavar="FILE", help="draw the fit beside the points (HTML)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 

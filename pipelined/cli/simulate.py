@@ -6,6 +6,8 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
+from pipelined.cli.options import output_file
+
 if TYPE_CHECKING:
     import argparse
 
@@ -21,7 +23,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("file", metavar="SCENARIO", help=".toml or .json: stage costs, policy, links, arrivals")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--timeline", metavar="FILE", help="write a picture of what each stage did when (HTML)")
+    parser.add_argument(
+        "--timeline", type=output_file, metavar="FILE", help="write a picture of what each stage did when (HTML)"
+    )
     parser.set_defaults(run=run)
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipelined.cli.options import output_file
 from pipelined.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     kinds = parser.add_subparsers(required=True, metavar="show")
     show = kinds.add_parser("show", help="busy and idle time of each stage, by cause")
     show.add_argument("file", metavar="TRACE.json", help="as written by --trace")
-    show.add_argument("--timeline", metavar="FILE", help="write the picture too (HTML)")
+    show.add_argument("--timeline", type=output_file, metavar="FILE", help="write the picture too (HTML)")
     show.add_argument("--json", action="store_true", help="print JSON")
     show.set_defaults(run=run)
 

