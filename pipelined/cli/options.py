@@ -6,11 +6,14 @@ import argparse
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipelined.chunking import POLICIES
 from pipelined.errors import ConfigError
 from pipelined.llm.config import EngineConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["add_engine_options", "add_trace_option", "engine_config", "int_list", "output_file"]
 
@@ -64,6 +67,14 @@ def add_engine_options(parser: argparse.ArgumentParser, *, model_may_come_later:
         shown = f"{help} (default: {default})" if default not in (None, False) else help
         group.add_argument(*names, help=shown, default=default, **kwargs)
 
+    _add_layout(option)
+    _add_chunking(group)
+    _add_capacity(option)
+    _add_running(option)
+
+
+def _add_layout(option: Callable[..., None]) -> None:
+    """How the model is cut."""
     option(
         "--pp-size",
         "--pp",
@@ -88,7 +99,10 @@ def add_engine_options(parser: argparse.ArgumentParser, *, model_may_come_later:
         metavar="N",
         help="prompt tokens of a chunk; with dynamic chunking, of the first",
     )
-    _add_chunking(group)
+
+
+def _add_capacity(option: Callable[..., None]) -> None:
+    """What is held at a time."""
     option("--page-size", "--block-size", dest="page_size", type=int, metavar="N", help="tokens of a KV page")
     option(
         "--max-running-requests",
@@ -129,6 +143,10 @@ def add_engine_options(parser: argparse.ArgumentParser, *, model_may_come_later:
         action="store_true",
         help="compute every prefix anew",
     )
+
+
+def _add_running(option: Callable[..., None]) -> None:
+    """How it is loaded and run."""
     option("--dtype", metavar="TYPE", help="auto, float32, bfloat16 or float16")
     option("--load-format", metavar="FORMAT", help="auto, or dummy for random weights")
     option("--trust-remote-code", action="store_true", help="run code that comes with the model")

@@ -4,6 +4,6 @@ from pipelined.pipeline.custom import Pipeline
 from pipelined.pipeline.driver import Driver
 from pipelined.pipeline.fifo import FifoPlanner
 from pipelined.pipeline.process_world import ProcessWorld
-from pipelined.pipeline.worlds import TaskWorld, World
+from pipelined.pipeline.worlds import TaskWorld, World, WorldNews
 
-__all__ = ["Driver", "FifoPlanner", "Pipeline", "ProcessWorld", "TaskWorld", "World"]
+__all__ = ["Driver", "FifoPlanner", "Pipeline", "ProcessWorld", "TaskWorld", "World", "WorldNews"]

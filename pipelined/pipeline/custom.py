@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -93,26 +94,22 @@ class Pipeline:
         self._plan = LinkPlan.choose(
             transport or ("shm://" if processes else "memory://"), processes=processes, messages=messages
         )
-        size = len(stages)
         self._world = world
         self._processes = processes
+        size = len(stages)
+        first = RankConfig(
+            pipeline=name or "pipeline",
+            rank=0,
+            size=size,
+            window=size + (depth or max(2, size)),
+            fed=True,
+            drained=True,
+            step_timeout_s=step_timeout_s,
+            setup_timeout_s=setup_timeout_s,
+            heartbeat_bound_s=heartbeat_bound_s,
+        )
         self._descriptions = [
-            RankDescription(
-                config=RankConfig(
-                    pipeline=name or "pipeline",
-                    rank=rank,
-                    size=size,
-                    window=size + (depth or max(2, size)),
-                    fed=True,
-                    drained=True,
-                    step_timeout_s=step_timeout_s,
-                    setup_timeout_s=setup_timeout_s,
-                    heartbeat_bound_s=heartbeat_bound_s,
-                ),
-                links=self._plan,
-                device=device,
-                threads=threads_per_rank,
-            )
+            RankDescription(config=replace(first, rank=rank), links=self._plan, device=device, threads=threads_per_rank)
             for rank in range(size)
         ]
         self._limit = self._descriptions[0].config.window

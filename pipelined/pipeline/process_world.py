@@ -15,11 +15,12 @@ from pipelined.clock import Clock, MonotonicClock
 from pipelined.errors import ConfigError
 from pipelined.messages import ErrorInfo
 from pipelined.pipeline.children import Child, spawn
+from pipelined.pipeline.worlds import WorldNews
 from pipelined.rank.lifeline import FromChild, Progress, RankFailed
 from pipelined.transport import FileRendezvous, Rendezvous
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Coroutine, Sequence
+    from collections.abc import Collection, Coroutine, Sequence
 
     from pipelined.rank import Planner
     from pipelined.rank.description import RankDescription
@@ -33,20 +34,18 @@ _REAP_POLL_S = 0.005
 _REAP_TRIES = 200
 
 
-class ProcessWorld:
+class ProcessWorld(WorldNews):
     """Ranks as processes of this host, each with a loop of its own."""
 
     processes = True
 
     def __init__(self) -> None:
+        super().__init__()
         self.clock: Clock = MonotonicClock()
         self.next_epoch = 0
         self._directory = ""
         self._rendezvous: FileRendezvous | None = None
         self._children: dict[int, Child] = {}
-        self._parting = False
-        self._ended: Callable[[int, BaseException | None], None] = lambda _rank, _error: None
-        self._said: Callable[[int, str], None] = lambda _rank, _what: None
 
     def __repr__(self) -> str:
         return f"<ProcessWorld {self.pids}>"
@@ -67,14 +66,6 @@ class ProcessWorld:
     def pids(self) -> list[int]:
         """Process ids, by rank."""
         return [child.pid for _, child in sorted(self._children.items())]
-
-    def on_end(self, callback: Callable[[int, BaseException | None], None]) -> None:
-        """See `World`."""
-        self._ended = callback
-
-    def on_progress(self, callback: Callable[[int, str], None]) -> None:
-        """See `World`."""
-        self._said = callback
 
     # ---- an epoch begins ----
 
@@ -169,10 +160,6 @@ class ProcessWorld:
             child.gone.set_result(None)
             child.parted.set()
             self._report(child.rank, child.why(code))
-
-    def _report(self, rank: int, error: BaseException | None) -> None:
-        if not self._parting:  # what ends now is no loss of the epoch that begins
-            self._ended(rank, error)
 
     # ---- the end ----
 

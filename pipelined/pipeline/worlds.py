@@ -17,10 +17,7 @@ if TYPE_CHECKING:
     from pipelined.rank.description import RankDescription
     from pipelined.stage import Device, Stage
 
-__all__ = ["Ended", "TaskWorld", "World"]
-
-Ended = "Callable[[int, BaseException | None], None]"
-"""Called with a rank and why it ended, None if it was told to."""
+__all__ = ["TaskWorld", "World", "WorldNews"]
 
 
 class World(Protocol):
@@ -74,6 +71,27 @@ class World(Protocol):
         ...
 
 
+class WorldNews:
+    """Whom a world tells what becomes of its ranks."""
+
+    def __init__(self) -> None:
+        self._ended: Callable[[int, BaseException | None], None] = lambda _rank, _error: None
+        self._said: Callable[[int, str], None] = lambda _rank, _what: None
+        self._parting = False
+
+    def on_end(self, callback: Callable[[int, BaseException | None], None]) -> None:
+        """See `World`."""
+        self._ended = callback
+
+    def on_progress(self, callback: Callable[[int, str], None]) -> None:
+        """See `World`."""
+        self._said = callback
+
+    def _report(self, rank: int, error: BaseException | None) -> None:
+        if not self._parting:  # what ends now is no loss of the epoch that begins
+            self._ended(rank, error)
+
+
 class _Berth:
     """The supervisor's end of a rank's lifeline, for a rank that is a task. A `Lifeline`."""
 
@@ -112,7 +130,7 @@ class _Berth:
         return True
 
 
-class TaskWorld:
+class TaskWorld(WorldNews):
     """Ranks as tasks of the running loop: tests, debugging, notebooks, simulations."""
 
     processes = False
@@ -121,6 +139,7 @@ class TaskWorld:
         self, clock: Callable[[int], Clock] | None = None, device: Callable[[int, Clock], Device] | None = None
     ) -> None:
         """Args: clock: makes the clock of a rank (or, with -1, of the driver). device: makes the device of a rank."""
+        super().__init__()
         self._clock_of = clock or (lambda _: MonotonicClock())
         self._device_of = device
         self.clock = self._clock_of(-1)
@@ -128,20 +147,9 @@ class TaskWorld:
         self.next_epoch = 0
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._berths: dict[int, _Berth] = {}
-        self._parting = False
-        self._ended: Callable[[int, BaseException | None], None] = lambda _rank, _error: None
-        self._said: Callable[[int, str], None] = lambda _rank, _what: None
 
     def __repr__(self) -> str:
         return f"<TaskWorld {sum(not task.done() for task in self._tasks.values())} ranks>"
-
-    def on_end(self, callback: Callable[[int, BaseException | None], None]) -> None:
-        """See `World`."""
-        self._ended = callback
-
-    def on_progress(self, callback: Callable[[int, str], None]) -> None:
-        """See `World`."""
-        self._said = callback
 
     async def start(
         self,
@@ -221,10 +229,6 @@ class TaskWorld:
             error = root_cause(raised)
         finally:
             self._report(rank, error)
-
-    def _report(self, rank: int, error: BaseException | None) -> None:
-        if not self._parting:  # what ends now is no loss of the epoch that begins
-            self._ended(rank, error)
 
     async def stop(self, timeout_s: float) -> None:
         """See `World`."""

@@ -15,8 +15,6 @@ from pipelined.serving.settings import ServerSettings
 from pipelined.serving.state import ServerState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pipelined.llm import AsyncLLM
 
 __all__ = ["create_app"]
@@ -31,9 +29,6 @@ _ROUTERS = (
     metrics.router,
     dashboard.router,
 )
-_INSTALLERS: tuple[Callable[[FastAPI, AsyncLLM], None], ...] = (metrics.install_metrics,)
-"""Further parts, called with (app, engine): metrics, the dashboard."""
-
 _DESCRIPTION = "An OpenAI-compatible API of a language model over a pipeline of ranks."
 
 
@@ -48,8 +43,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings | None = None) -> Fast
     install_problems(app)
     for router in _ROUTERS:
         app.include_router(router)
-    for install in _INSTALLERS:
-        install(app, engine)
+    metrics.install_metrics(app, engine)
     app.add_middleware(Guard, settings=settings)
     if settings.allowed_origins:  # outermost: a browser asks whether it may before it sends a key
         origins = list(settings.allowed_origins)

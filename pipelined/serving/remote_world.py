@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pipelined.clock import Clock, MonotonicClock
 from pipelined.errors import DeadlineError, EngineClosedError, ProtocolError
+from pipelined.pipeline import WorldNews
 from pipelined.serving.world_wire import (
     BeginEpoch,
     Done,
@@ -20,7 +21,7 @@ from pipelined.serving.world_wire import (
 from pipelined.transport import FileRendezvous, Rendezvous
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Collection, Sequence
 
     from pipelined.rank import Planner
     from pipelined.rank.description import RankDescription
@@ -33,20 +34,19 @@ _ANSWER_S = 60.0
 """The supervisor answers within this time, beside what it was told to wait for."""
 
 
-class RemoteWorld:
+class RemoteWorld(WorldNews):
     """Asks the supervisor for everything. `listen` must run meanwhile."""
 
     processes = True
 
     def __init__(self, wire: Wire, next_epoch: int) -> None:
+        super().__init__()
         self.clock: Clock = MonotonicClock()
         self.next_epoch = next_epoch
         self._wire = wire
         self._rendezvous: FileRendezvous | None = None
         self._numbers = itertools.count()
         self._owed: dict[int, asyncio.Future[Done]] = {}
-        self._ended: Callable[[int, BaseException | None], None] = lambda _rank, _error: None
-        self._said: Callable[[int, str], None] = lambda _rank, _what: None
 
     def __repr__(self) -> str:
         return f"<RemoteWorld epoch {self.next_epoch - 1}>"
@@ -56,14 +56,6 @@ class RemoteWorld:
         """See `World`; there is one once started."""
         assert self._rendezvous is not None
         return self._rendezvous
-
-    def on_end(self, callback: Callable[[int, BaseException | None], None]) -> None:
-        """See `World`."""
-        self._ended = callback
-
-    def on_progress(self, callback: Callable[[int, str], None]) -> None:
-        """See `World`."""
-        self._said = callback
 
     async def listen(self) -> None:
         """Take in what the supervisor says, until it is gone."""
