@@ -12,13 +12,22 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelined.cli.bench_serve_load import Load, Sample, arrivals_s, file_samples, random_samples, run_load
+from pipelined.cli.bench_serve_load import (
+    Load,
+    Sample,
+    arrivals_s,
+    file_samples,
+    http_client,
+    random_samples,
+    run_load,
+)
 from pipelined.cli.bench_serve_metrics import METRICS, detailed, summarize
-from pipelined.cli.http_stream import HttpTarget, request
 from pipelined.cli.measure import run_async
 from pipelined.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
+    import httpx2
+
     from pipelined.cli.bench_serve_metrics import Outcome
 
 __all__ = ["add_parser"]
@@ -94,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run it; exit code 1 if every request failed."""
     if arguments.num_prompts < 1:
         raise ConfigError(f"--num-prompts {arguments.num_prompts}: expected 1 or more")
-    result, outcomes = run_async(_bench(arguments))
+    result, outcomes = run_async(_bench(arguments, _client(arguments)))
     if arguments.save_result or arguments.result_filename:
         _save(arguments, result | (detailed(outcomes) if arguments.save_detailed else {}))
     if arguments.json:
@@ -104,8 +113,20 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if result["completed"] else 1
 
 
-async def _bench(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[Outcome]]:
-    load = await _load(arguments)
+def _client(arguments: argparse.Namespace) -> httpx2.AsyncClient:
+    headers = dict(_pair(item) for item in arguments.header)
+    if os.environ.get("OPENAI_API_KEY"):
+        headers.setdefault("Authorization", f"Bearer {os.environ['OPENAI_API_KEY']}")
+    url = arguments.base_url or f"http://{arguments.host}:{arguments.port}"
+    return http_client(url, headers, insecure=arguments.insecure)
+
+
+async def _bench(arguments: argparse.Namespace, client: httpx2.AsyncClient) -> tuple[dict[str, Any], list[Outcome]]:
+    async with client:
+        return await _measured(arguments, await _load(arguments, client))
+
+
+async def _measured(arguments: argparse.Namespace, load: Load) -> tuple[dict[str, Any], list[Outcome]]:
     samples = _samples(arguments, text=load.chat)
     metrics, percentiles, goodput_s = _wanted(arguments)
     if arguments.num_warmups:
@@ -131,36 +152,34 @@ async def _bench(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[Ou
     return head | figures, outcomes
 
 
-async def _load(arguments: argparse.Namespace) -> Load:
-    target = HttpTarget(arguments.base_url or f"http://{arguments.host}:{arguments.port}", insecure=arguments.insecure)
-    headers = dict(_pair(item) for item in arguments.header)
-    if os.environ.get("OPENAI_API_KEY"):
-        headers.setdefault("Authorization", f"Bearer {os.environ['OPENAI_API_KEY']}")
-    model = arguments.model or await _first_model(target, headers)
+async def _load(arguments: argparse.Namespace, client: httpx2.AsyncClient) -> Load:
+    model = arguments.model or await _first_model(client)
     body = {"model": model, "temperature": arguments.temperature, **arguments.extra_body}
     if arguments.ignore_eos or arguments.dataset_name == "random":
         body["ignore_eos"] = True
     path = arguments.endpoint or _BACKENDS[arguments.backend]
     return Load(
-        target,
+        client,
         path,
         chat=path.endswith("/chat/completions"),
         body=body,
-        headers=headers,
         keep_text=arguments.save_detailed,
         max_concurrency=arguments.max_concurrency,
     )
 
 
-async def _first_model(target: HttpTarget, headers: dict[str, str]) -> str:
-    where = f"{target.host}:{target.port}"
+async def _first_model(client: httpx2.AsyncClient) -> str:
+    import httpx2
+
     try:
-        status, body = await request(target, "GET", "/v1/models", headers=headers)
-    except OSError as error:
-        raise ConfigError(f"no server answers at {where}: {error}") from error
-    if status != 200:
-        raise ConfigError(f"{where} does not tell its models (status {status}): {body[:200].decode(errors='replace')}")
-    return str(json.loads(body)["data"][0]["id"])
+        response = await client.get("/v1/models")
+    except httpx2.HTTPError as error:
+        raise ConfigError(f"no server answers at {client.base_url}: {error}") from error
+    if response.is_error:
+        raise ConfigError(
+            f"{client.base_url} does not tell its models (status {response.status_code}): {response.text[:200]}"
+        )
+    return str(response.json()["data"][0]["id"])
 
 
 def _samples(arguments: argparse.Namespace, *, text: bool) -> list[Sample]:

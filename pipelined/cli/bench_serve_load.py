@@ -7,18 +7,22 @@ import json
 import random
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelined.cli.bench_serve_metrics import Outcome
-from pipelined.cli.http_stream import HttpTarget, request
-from pipelined.errors import ConfigError
+from pipelined.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["Load", "Sample", "arrivals_s", "file_samples", "random_samples", "run_load"]
+    import httpx2
+
+__all__ = ["Load", "Sample", "arrivals_s", "file_samples", "http_client", "random_samples", "run_load"]
+
+_CONNECT_S = 30.0
+_OK = 200
 
 _WORDS = ("the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not")
 
@@ -36,20 +40,48 @@ class Load:
     """How to ask.
 
     Attributes:
-        target, path, headers: Where.
+        client, path: Where.
         chat: Prompts are messages.
         body: Fields of every request besides prompt and `max_tokens`.
         keep_text: Collect what is generated.
         max_concurrency: At most so many at a time; None: no bound.
     """
 
-    target: HttpTarget
+    client: httpx2.AsyncClient
     path: str
     chat: bool
     body: dict[str, Any]
-    headers: dict[str, str] = field(default_factory=dict)
     keep_text: bool = False
     max_concurrency: int | None = None
+
+
+def http_client(
+    base_url: str, headers: Mapping[str, str] | None = None, *, insecure: bool = False
+) -> httpx2.AsyncClient:
+    """A client for the server at `base_url`; to be closed. insecure: it takes any certificate.
+
+    Raises:
+        ConfigError: That is no base URL.
+        MissingDependencyError: The library is not installed.
+    """
+    try:
+        import httpx2
+    except ImportError as error:
+        raise MissingDependencyError("the HTTP client", "pip install 'pipelined[serve]'") from error
+    try:
+        url = httpx2.URL(base_url)
+    except httpx2.InvalidURL as error:
+        raise ConfigError(f"{base_url!r} is no base URL: {error}") from error
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ConfigError(f"{base_url!r} is no base URL; expected http://HOST:PORT")
+    return httpx2.AsyncClient(
+        base_url=url,
+        headers=headers,
+        verify=not insecure,
+        timeout=httpx2.Timeout(None, connect=_CONNECT_S),  # how long an answer takes is what is measured
+        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+        trust_env=False,
+    )
 
 
 def random_samples(
@@ -154,6 +186,8 @@ async def run_load(
 
 
 async def _ask(load: Load, sample: Sample) -> Outcome:
+    import httpx2
+
     body = {**load.body, "max_tokens": sample.output_tokens}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     if load.chat:
@@ -163,15 +197,17 @@ async def _ask(load: Load, sample: Sample) -> Outcome:
     outcome = Outcome(start_s=time.perf_counter())
     events = _Events(outcome, keep_text=load.keep_text)
     try:
-        status, answer = await request(
-            load.target, "POST", load.path, json.dumps(body).encode(), load.headers, events.hear
-        )
-    except OSError as error:
+        async with load.client.stream("POST", load.path, json=body) as response:
+            if response.status_code == _OK:
+                async for data in response.aiter_raw():
+                    events.hear(data)
+            else:
+                told = (await response.aread())[:500].decode("utf-8", "replace")
+                outcome.error = f"status {response.status_code}: {told}"
+    except httpx2.HTTPError as error:
         outcome.error = str(error) or type(error).__name__
         return outcome
     outcome.latency_s = time.perf_counter() - outcome.start_s
-    if status != 200:
-        outcome.error = f"status {status}: {answer[:500].decode('utf-8', 'replace')}"
     events.end()
     return outcome
 
