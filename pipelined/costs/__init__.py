@@ -1,5 +1,6 @@
 """Cost models of stages: how long a micro-batch takes, learnt from measured times. Pure."""
 
+from pipelined.costs.arithmetic import added, explicit, scaled
 from pipelined.costs.fitting import Fit, Sample, fit
 from pipelined.costs.makespan import makespan
 from pipelined.costs.nnls import nnls
@@ -30,11 +31,14 @@ __all__ = [
     "StageCost",
     "StageProfile",
     "Window",
+    "added",
     "decode_costs",
     "decode_profile",
     "encode_costs",
     "encode_profile",
+    "explicit",
     "fit",
     "makespan",
     "nnls",
+    "scaled",
 ]

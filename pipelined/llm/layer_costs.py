@@ -10,18 +10,18 @@ import asyncio
 import dataclasses
 import itertools
 import statistics
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from pipelined.costs import MicroBatch, PipelineCost, StageCost, Window, encode_costs
+from pipelined.costs import MicroBatch, PipelineCost, StageCost, added, encode_costs, scaled
 from pipelined.errors import ConfigError
 from pipelined.llm.describing import inspect_model
 from pipelined.llm.partition import partition_by_cost, partition_layers
 from pipelined.llm.profiles import fingerprint, read_profile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from pipelined.costs import Profile
     from pipelined.llm.config import EngineConfig
@@ -33,8 +33,6 @@ _TOKENS = 256
 _ROUNDS = 5
 _KINDS = 4
 _WORTH = 0.02  # a division of another than the profile's layers must be better by this share
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,8 @@ def with_auto_partition(config: EngineConfig) -> EngineConfig:
         return config  # there is but one way
     if config.profile is not None:
         return _from_profile(config, info, read_profile(config.profile))
-    costs = _on_a_thread(lambda: asyncio.run(measure_layers(config, info)))
+    with ThreadPoolExecutor(1, thread_name_prefix="pipelined-layer-costs") as thread:  # this one may have a loop
+        costs = thread.submit(lambda: asyncio.run(measure_layers(config, info))).result()
     parts = _divided(config, info, costs)
     return config if parts == even else dataclasses.replace(config, layer_partition=_sizes(parts))
 
@@ -122,45 +121,14 @@ def _from_profile(config: EngineConfig, info: ModelInfo, profile: Profile) -> En
     parts = _divided(config, info, costs)
     if len(measured) == config.pp_size and costs.slowest_s(measured) <= (1 + _WORTH) * costs.slowest_s(parts):
         return dataclasses.replace(config, layer_partition=_sizes(measured))
-    layers = [_share(stage, end - start) for stage, (start, end) in zip(stages, measured, strict=True)]
+    layers = [
+        scaled(dataclasses.replace(stage, c=0.0), 1 / (end - start))  # a launch is the stage's, not a layer's
+        for stage, (start, end) in zip(stages, measured, strict=True)
+    ]
     of_layer = [layers[index] for index, (start, end) in enumerate(measured) for _ in range(start, end)]
-    launch_s = statistics.fmean(stage.c for stage in stages)
-    composed = PipelineCost(tuple(_together(of_layer[start:end], launch_s) for start, end in parts))
+    launch = StageCost(0.0, 0.0, statistics.fmean(stage.c for stage in stages))
+    composed = PipelineCost(tuple(added([launch, *of_layer[start:end]]) for start, end in parts))
     return dataclasses.replace(config, layer_partition=_sizes(parts), profile=None, stage_costs=encode_costs(composed))
-
-
-def _share(cost: StageCost, layers: int) -> StageCost:
-    """A layer of a stage of so many, without what a launch costs."""
-
-    def part(value: float | None) -> float | None:
-        return None if value is None else value / layers
-
-    windows = tuple(Window(window.tokens, window.a / layers, window.d / layers) for window in cost.windows)
-    decode, context = part(cost.per_decode), part(cost.per_context)
-    return StageCost(cost.a / layers, cost.b / layers, 0.0, cost.d / layers, windows, decode, context)
-
-
-def _together(layers: Sequence[StageCost], launch_s: float) -> StageCost:
-    """A stage of those layers."""
-
-    def total(name: str) -> float | None:
-        values = [getattr(layer, name) for layer in layers]
-        return None if None in values else sum(values)
-
-    windows: dict[int, tuple[float, float]] = {}
-    for layer in layers:
-        for window in layer.windows:
-            a, d = windows.get(window.tokens, (0.0, 0.0))
-            windows[window.tokens] = (a + window.a, d + window.d)
-    return StageCost(
-        sum(layer.a for layer in layers),
-        sum(layer.b for layer in layers),
-        launch_s,
-        sum(layer.d for layer in layers),
-        tuple(Window(tokens, a, d) for tokens, (a, d) in sorted(windows.items())),
-        total("per_decode"),
-        total("per_context"),
-    )
 
 
 # ---- measured at the start ----
@@ -242,22 +210,3 @@ async def _stage_times(config: EngineConfig, info: ModelInfo, sizes: tuple[int, 
                 if turn >= 2:  # the first launches are slow
                     found[rank] += [one.end_s - one.start_s for one in spans if one.name == "forward"]
     return [statistics.median(times) for times in found]
-
-
-def _on_a_thread(work: Callable[[], T]) -> T:
-    """Its result, also where a loop runs in this thread."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:  # noqa: BLE001 - handed on to whoever waits
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="pipelined-layer-costs")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]

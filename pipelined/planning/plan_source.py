@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pipelined.costs import PipelineCost, StageCost, decode_profile
+from pipelined.costs import PipelineCost, StageCost, added, decode_profile, scaled
 from pipelined.errors import ConfigError, PipelinedError
 from pipelined.llm.partition import partition_layers
-from pipelined.planning.plan_costs import added, scaled
 from pipelined.planning.plan_hardware import ELEMENT_BYTES, LAUNCH_S, estimated_head, estimated_layers
 from pipelined.planning.scenario import decode_scenario
 

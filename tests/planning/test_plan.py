@@ -25,7 +25,7 @@ from pipelined.errors import ConfigError, ModelError
 from pipelined.planning import decode_scenario, simulate
 from pipelined.planning.layouts import Layout
 from pipelined.planning.plan import Plan, make_plan
-from pipelined.planning.plan_costs import added, scaled, shared
+from pipelined.planning.plan_costs import shared
 from pipelined.planning.plan_hardware import HARDWARE, Hardware, estimated_layers, measure_here, parse_hardware
 from pipelined.planning.plan_source import Subject, of_model, of_profile, of_scenario, read_plan_file
 from pipelined.planning.plan_units import parse_link
@@ -166,21 +166,6 @@ COSTS = st.builds(
     per_decode=st.none() | st.floats(0, 1e-3),
 )
 WORK = MicroBatch(((100, 50), (0, 700)), 3, 900)
-
-
-@given(st.lists(COSTS, min_size=1, max_size=4))
-def test_layers_add_up(costs: list[StageCost]) -> None:
-    chunks = WORK._replace(decodes=0, context_tokens=0)
-    assert added(costs).launch_s(chunks) == pytest.approx(
-        sum(cost.launch_s(chunks) for cost in costs), rel=1e-9, abs=1e-12
-    )
-    assert scaled(added(costs), 0.5).launch_s(WORK) == pytest.approx(
-        added(costs).launch_s(WORK) / 2, rel=1e-9, abs=1e-12
-    )
-    if not any(cost.windows for cost in costs):
-        assert added(costs).launch_s(WORK) == pytest.approx(
-            sum(cost.launch_s(WORK) for cost in costs), rel=1e-9, abs=1e-12
-        )
 
 
 @given(COSTS, st.sampled_from([1, 2, 8]), st.sampled_from([1, 2, 8]))

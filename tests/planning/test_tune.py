@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from pipelined.costs import StageCost
+from pipelined.costs import StageCost, added
 from pipelined.errors import ConfigError
 from pipelined.llm import EngineConfig, inspect_model
 from pipelined.planning import Arrival, decode_scenario
-from pipelined.planning.plan_costs import added
 from pipelined.planning.plan_source import Subject, of_scenario
 from pipelined.planning.simulate import Served
 from pipelined.planning.tune import Setting, Tuned, Tuner
