@@ -144,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.model:
         raise ConfigError("no model: give MODEL, or `model:` in the configuration file")
     try:
-        from pipelined.serving.front import set_up_logs
+        from pipelined.serving.logs import set_up_logs
         from pipelined.serving.run import listen, serve
         from pipelined.serving.supervisor import Supervisor
     except ImportError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -232,7 +233,7 @@ class Epochs:
     async def _begin_anew(self, error: PipelinedError) -> None:
         """Begin epochs until one stands, or give up."""
         assert self.driver is not None
-        for failed_starts in range(1 << 30):
+        for failed_starts in itertools.count():
             if (last := self._count(error)) is not None:
                 self.world.kill()
                 self._die(last)

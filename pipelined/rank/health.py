@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipelined.trace import Tracer
     from pipelined.transport import MessageLink
 
-__all__ = ["Health"]
+__all__ = ["Health", "resident_bytes"]
 
 _SPANS_A_PART = 4_000
 

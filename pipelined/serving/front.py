@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from pipelined.errors import PipelinedError
 from pipelined.llm import AsyncLLM
 from pipelined.rank.process import EXIT_ORPHAN
-from pipelined.serving import logs
+from pipelined.serving.exit_codes import EXIT_ERROR, EXIT_TERMINATED
+from pipelined.serving.logs import set_up_logs
 from pipelined.serving.remote_world import RemoteWorld
 from pipelined.serving.world_wire import Welcome, Wire, from_supervisor
 
@@ -26,12 +27,7 @@ if TYPE_CHECKING:
 
     Application = Callable[[AsyncLLM, ServerSettings, socket.socket], Awaitable[int]]
 
-__all__ = ["EXIT_ERROR", "EXIT_TERMINATED", "main", "set_up_logs"]
-
-EXIT_ERROR = 2
-"""What was asked for cannot be; it has been said in one line."""
-
-EXIT_TERMINATED = 143
+__all__ = ["main"]
 
 
 def main(argv: list[str]) -> int:
@@ -56,7 +52,7 @@ async def _serve(connection: socket.socket) -> int:
     welcome = await wire.receive(from_supervisor)
     if not isinstance(welcome, Welcome):
         return EXIT_ORPHAN
-    _function(welcome.logging)(welcome.log_format)
+    set_up_logs(welcome.log_format)
     world = RemoteWorld(wire, welcome.next_epoch)
     error: BaseException | None = None
     code = 0
@@ -79,11 +75,6 @@ async def _listen(world: RemoteWorld) -> None:
     """Without a supervisor there are no ranks, and nobody who would end this process."""
     await world.listen()
     os._exit(EXIT_ORPHAN)
-
-
-def set_up_logs(log_format: str) -> None:
-    """One line an event, on standard error."""
-    logs.set_up_logs(log_format)
 
 
 def _function(name: str) -> Any:

@@ -63,7 +63,6 @@ class Watched:
     first_s: float | None = None
     tokens: int = 0
     last_s: dict[int, float] = field(default_factory=dict)
-    preemptions: int = 0
 
     @property
     def phase(self) -> str:
@@ -88,7 +87,7 @@ class RequestTally:
         self.ttft_s, self.itl_s, self.e2e_s = Histogram(_TTFT_S), Histogram(_ITL_S), Histogram(_E2E_S)
         self.request_prompt_tokens, self.request_tokens = Histogram(_TOKENS), Histogram(_TOKENS)
         self.chunk_tokens = Histogram(_CHUNK_TOKENS)
-        self.prompt_tokens = self.cached_tokens = self.generation_tokens = self.preemptions = self.requests = 0
+        self.prompt_tokens = self.cached_tokens = self.generation_tokens = self.requests = 0
         self.ended_by: Counter[str] = Counter(stop=0, length=0, abort=0, error=0)
         self.errors: Counter[str] = Counter()
         self.finished: deque[Finished] = deque(maxlen=_REMEMBERED)
@@ -142,7 +141,6 @@ class RequestTally:
         if watched is None:
             return
         output, e2e_s = live.output, now_s - watched.arrived_s
-        self.preemptions += output.metrics.preemptions
         reasons = [choice.finish_reason or ("error" if live.error else "abort") for choice in output.outputs]
         self.ended_by.update(reasons)
         if live.error is not None:

@@ -20,6 +20,7 @@ except ImportError as error:
     raise MissingDependencyError("the HTTP server", "pip install 'pipelined[serve]'") from error
 
 from pipelined.serving.app import create_app
+from pipelined.serving.exit_codes import EXIT_DEAD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,12 +32,9 @@ if TYPE_CHECKING:
     from pipelined.llm.epochs import EngineState
     from pipelined.serving.settings import ServerSettings
 
-__all__ = ["EXIT_DEAD", "listen", "serve"]
+__all__ = ["listen", "serve"]
 
 logger = logging.getLogger("pipelined.serving")
-
-EXIT_DEAD = 3
-"""The engine has given up."""
 
 _BACKLOG = 2048
 

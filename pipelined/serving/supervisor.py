@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from pipelined.errors import PipelinedError, ProtocolError
 from pipelined.messages import ErrorInfo
 from pipelined.pipeline import ProcessWorld
-from pipelined.serving.front import EXIT_ERROR, EXIT_TERMINATED
+from pipelined.serving.exit_codes import EXIT_DEAD, EXIT_ERROR, EXIT_GIVEN_UP, EXIT_TERMINATED
 from pipelined.serving.world_wire import (
     BeginEpoch,
     Done,
@@ -35,13 +35,9 @@ if TYPE_CHECKING:
     from pipelined.llm import EngineConfig
     from pipelined.serving.settings import ServerSettings
 
-__all__ = ["EXIT_GIVEN_UP", "Supervisor"]
+__all__ = ["Supervisor"]
 
 logger = logging.getLogger("pipelined.serving")
-
-EXIT_DEAD = 3
-EXIT_GIVEN_UP = 4
-"""The HTTP process ended again and again."""
 
 _FINAL = (0, EXIT_ERROR, EXIT_DEAD, EXIT_TERMINATED)
 """Exit codes of an HTTP process that meant to end."""
@@ -65,7 +61,6 @@ class Supervisor:
         bound: socket.socket,
         *,
         application: str = "pipelined.serving.run:serve",
-        logging_setup: str = "pipelined.serving.front:set_up_logs",
         log_format: str = "text",
     ) -> None:
         """Describe.
@@ -76,7 +71,6 @@ class Supervisor:
             bound: The port: it stays open while an HTTP process is started anew, so that clients wait meanwhile.
             application: `module:function` that serves an engine: `await function(engine, settings, socket)` returns the
                 exit code.
-            logging_setup: `module:function` called with `log_format` first of all.
             log_format: "text" or "json".
         """
         self.world = ProcessWorld()
@@ -84,7 +78,7 @@ class Supervisor:
         self._config = config
         self._settings = settings
         self._bound = bound
-        self._application, self._logging_setup, self._log_format = application, logging_setup, log_format
+        self._application, self._log_format = application, log_format
         self._signals = 0
         self._crashes: deque[float] = deque()
         self._number = 0
@@ -155,7 +149,6 @@ class Supervisor:
                 config=self._config,
                 settings=self._settings,
                 application=self._application,
-                logging=self._logging_setup,
                 log_format=self._log_format,
                 next_epoch=self.world.next_epoch,
                 listener=self._bound.fileno(),

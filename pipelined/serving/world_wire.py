@@ -42,7 +42,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
         config: Of the engine.
         settings: Of the HTTP server.
         application: `module:function` that serves an engine: `await function(engine, settings, socket)`.
-        logging: `module:function` that is called with `log_format` first of all.
+        log_format: Of its logs.
         next_epoch: 0: there are no ranks yet.
         listener: File descriptor of the bound socket.
     """
@@ -50,7 +50,6 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     config: EngineConfig
     settings: ServerSettings
     application: str
-    logging: str
     log_format: str
     next_epoch: int
     listener: int

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pipelined.rank.health import resident_bytes
 from pipelined.testing.links import Links
 from pipelined.testing.tools import header, pattern, same
 from pipelined.testing.world import World, peer
@@ -143,15 +144,6 @@ def _descriptors() -> int | None:
     return None
 
 
-def _resident_bytes() -> int | None:
-    """Memory of the process, its mappings included; None where that can't be told."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return None
-
-
 async def _held() -> dict[str, int]:
     """What the process holds now: tasks of this loop, threads, open descriptors."""
     gc.collect()
@@ -167,15 +159,15 @@ async def check_nothing_leaks(world: World) -> None:
     """
     rounds = 20 if world.quick else 100
     before: dict[str, int] = {}
-    resident_bytes: int | None = None
+    before_bytes = 0
     for number in range(rounds + _WARM_UP_ROUNDS):
         if number == _WARM_UP_ROUNDS:
-            before, resident_bytes = await _held(), await asyncio.to_thread(_resident_bytes)
+            before, before_bytes = await _held(), resident_bytes()
         await _round(world, number)
     await world.settle(20, 0.05)
-    after, now_bytes = await _held(), await asyncio.to_thread(_resident_bytes)
-    if resident_bytes is not None and now_bytes is not None:
-        grown_mib = (now_bytes - resident_bytes) >> 20
+    after, now_bytes = await _held(), resident_bytes()
+    if before_bytes:
+        grown_mib = (now_bytes - before_bytes) >> 20
         right = f"at most {_SLACK_MIB}"
         world.expect(grown_mib <= _SLACK_MIB, f"{grown_mib} MiB more after {rounds} rounds of open and close", right)
     for what, count in before.items():

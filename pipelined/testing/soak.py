@@ -17,6 +17,7 @@ from pipelined.errors import ConfigError, PipelinedError
 from pipelined.llm import AsyncLLM
 from pipelined.messages import SamplingParams
 from pipelined.pipeline import ProcessWorld
+from pipelined.rank.health import resident_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -211,7 +212,7 @@ class Soak:
 
     async def _sample(self) -> None:
         while True:
-            self._rss.append(_resident_bytes())
+            self._rss.append(resident_bytes())
             if self.engine.state.name == "ready":
                 for pid in self._world.pids:
                     with suppress(OSError):  # killed a moment ago
@@ -238,8 +239,3 @@ class Soak:
 
 def _descriptors(pid: int | str = "self") -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

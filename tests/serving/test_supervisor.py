@@ -23,9 +23,10 @@ from pipelined.llm import AsyncLLM, EngineConfig
 from pipelined.messages import ErrorInfo
 from pipelined.models.toy import reference_tokens
 from pipelined.serving import ServerSettings
+from pipelined.serving.exit_codes import EXIT_DEAD, EXIT_GIVEN_UP
 from pipelined.serving.remote_world import RemoteWorld
-from pipelined.serving.run import EXIT_DEAD, listen
-from pipelined.serving.supervisor import EXIT_GIVEN_UP, Supervisor
+from pipelined.serving.run import listen
+from pipelined.serving.supervisor import Supervisor
 from pipelined.serving.world_wire import BeginEpoch, Done, RankEnded, RankSaid, StopRanks, Wire, from_front
 
 TOY = "toy://?layers=6&vocab=997&hidden=4&context=2048&kv=65536"
