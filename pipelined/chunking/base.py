@@ -17,7 +17,6 @@ class Load(NamedTuple):
         decodes: Decodes that are in the micro-batch already.
         decode_context_tokens: Sum of their context lengths.
         prompts: Prompts that still have tokens to prefill, admitted or waiting.
-        prompts_in_flight: Those of them that are admitted.
         queue: The first of those prompts, in the order in which they are served: (prefix tokens, tokens left) each.
         flying: What is in the micro-batches in flight, the oldest first.
     """
@@ -25,7 +24,6 @@ class Load(NamedTuple):
     decodes: int = 0
     decode_context_tokens: int = 0
     prompts: int = 0
-    prompts_in_flight: int = 0
     queue: tuple[tuple[int, int], ...] = ()
     flying: tuple[MicroBatch, ...] = ()
 

@@ -99,10 +99,6 @@ class OnlineFit:
         self._decodes_seen = self._decodes_seen or work.decodes > 0
         self.samples += 1
 
-    def observe_chunk(self, prefix_tokens: int, tokens: int, seconds: float) -> None:
-        """A measurement of a single chunk."""
-        self.observe(MicroBatch(((prefix_tokens, tokens),)), seconds)
-
     def _weight(self, predicted: float | None, seconds: float) -> float:
         """Accidents count for little, until they are the rule."""
         if not predicted or self.samples < _ACCIDENTS:

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta
 
-from pipelined.costs.fitting import Fit, Sample, fit
+from pipelined.costs.fitting import Fit, Sample
 from pipelined.costs.pipeline import PipelineCost
 from pipelined.costs.stage import StageCost, Window
-from pipelined.costs.work import MicroBatch
 from pipelined.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -125,17 +124,6 @@ class StageProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for sample in samples
         )
         return cls(points, Coefficients.of(found.cost), found.mean_error)
-
-    def samples(self) -> list[Sample]:
-        """The measurements again."""
-        return [
-            Sample(MicroBatch(point.chunks, point.decodes, point.context_tokens), point.seconds)
-            for point in self.points
-        ]
-
-    def refit(self, *, warmup: int = 0) -> Fit:
-        """A fit to the measurements as they stand in the file."""
-        return fit(self.samples(), warmup=warmup, windows=tuple(window.tokens for window in self.cost.windows))
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -97,7 +97,7 @@ class Draft:
             return
         queue = [(state.planned, state.total_tokens - state.planned) for state in pool.prefill[:_LISTED]]
         queue += [(0, state.total_tokens) for state in pool.waiting[: _LISTED - len(queue)]]
-        load = Load(self.decodes, self._context_tokens, prompts, len(pool.prefill), tuple(queue), tuple(flying))
+        load = Load(self.decodes, self._context_tokens, prompts, tuple(queue), tuple(flying))
         budget = policy.micro_batch(load)
         for state in list(pool.prefill):
             if state.phase is Phase.PREFILL and not self._add_chunk(state, budget):

@@ -50,17 +50,3 @@ class Histogram:
     def cumulated(self) -> Iterable[tuple[float | None, int]]:
         """(bound, how many values up to it), ascending; None is infinity."""
         return zip((*self.bounds, None), accumulate(self.counts), strict=True)
-
-    def quantile(self, share: float) -> float | None:
-        """A value that about this share of all lies below, 0 to 1, by the bounds; None if there are none."""
-        rank = share * self.count
-        low = 0.0
-        for bound, (count, below) in zip(self.bounds, _with_sums(self.counts), strict=False):
-            if count and below + count >= rank:
-                return low + (bound - low) * max(0.0, rank - below) / count
-            low = bound
-        return low if self.count else None
-
-
-def _with_sums(counts: list[int]) -> Iterable[tuple[int, int]]:
-    return zip(counts, accumulate(counts, initial=0), strict=False)

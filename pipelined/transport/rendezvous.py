@@ -6,12 +6,7 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from pipelined.clock import Clock
-from pipelined.errors import HandshakeError
-
 __all__ = ["FileRendezvous", "MemoryRendezvous", "Rendezvous", "part_of"]
-
-_POLL_S = 0.01
 
 
 class Rendezvous(Protocol):
@@ -89,17 +84,3 @@ def part_of(rendezvous: Rendezvous, name: str) -> Rendezvous:
         assert isinstance(part, MemoryRendezvous)
         return part
     return _Prefixed(rendezvous, name)
-
-
-async def lookup(rendezvous: Rendezvous, key: str, *, clock: Clock, timeout_s: float, who: str) -> str:
-    """Wait until `key` is published.
-
-    Raises:
-        HandshakeError: It was not within `timeout_s`; names `who`.
-    """
-    deadline = clock.now() + timeout_s
-    while (value := rendezvous.get(key)) is None:
-        if clock.now() >= deadline:
-            raise HandshakeError(f"{who} did not appear within {timeout_s:g} s")
-        await clock.sleep(_POLL_S)
-    return value

@@ -20,7 +20,7 @@ def test_it_is_usable_from_the_first_sample_on() -> None:
     online = OnlineFit()
     assert online.cost is None
     assert online.predict_s(MicroBatch(((0, 512),))) is None
-    online.observe_chunk(0, 512, 0.02)
+    online.observe(MicroBatch(((0, 512),)), 0.02)
     assert online.predict_s(MicroBatch(((0, 512),))) == pytest.approx(0.02, rel=0.05)
     twice = online.predict_s(MicroBatch(((0, 1024),)))
     assert twice is not None
