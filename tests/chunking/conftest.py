@@ -67,7 +67,7 @@ class World:
         if self.queue:
             queue = tuple((prompt.done, prompt.tokens - prompt.done) for prompt in self.queue)
             flying = tuple(work for work, _, _ in self.flying)
-            budget = self.policy.micro_batch(Load(len(decodes), context, len(queue), 1, queue, flying))
+            budget = self.policy.micro_batch(Load(len(decodes), context, len(queue), queue, flying))
             for prompt in list(self.queue):
                 left = prompt.tokens - prompt.done
                 size = budget.offer(prompt.done, left)
