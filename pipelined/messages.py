@@ -312,6 +312,11 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     rows: int
     items: tuple[Item, ...]
 
+    @property
+    def prefills(self) -> bool:
+        """Whether a part of a prompt is computed in it."""
+        return any(isinstance(item, Chunk) for item in self.items)
+
     def __repr__(self) -> str:
         return f"<Step {self.epoch}.{self.number} rows={self.rows} items={len(self.items)}>"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from pipelined.messages import Chunk, StageTimes, StepResult, Stopped
+from pipelined.messages import StageTimes, StepResult, Stopped
 from pipelined.rank.launch import failed
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Results:
         assert launch is not None
         seconds = launch.ended_s - launch.started_s
         core.counts.busy_s += seconds
-        if isinstance(flight.step.items[-1], Chunk):  # they come last
+        if flight.step.prefills:
             core.counts.chunk_s.add(seconds)
         core.deadlines.saw(seconds)
         self._times.append((flight.step.number, seconds))
